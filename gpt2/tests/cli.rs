@@ -117,7 +117,7 @@ fn a_large_text_is_encoded_once_for_all_ranks_and_runs() {
         assert_eq!(errors.matches("could not be kept").count(), warned, "{errors}");
         assert_eq!(errors.matches("--no-token-cache").count(), warned, "{errors}");
         let weights = said.lines().find_map(|line| line.split_once("weights: sha256 ")).unwrap().1.to_string();
-        let kept = said.contains("the next run takes the ids from");
+        let kept = said.contains("the next run reads the token ids from");
         (said.matches("encoding 2.57 MiB of text").count(), kept, warned, weights)
     };
     let cache = folder.path().join("cache");
@@ -558,7 +558,7 @@ fn a_sharded_sixteen_bit_run_shows_what_it_measured() {
     let output = gpt2(&arguments, folder.path());
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
-    for part in ["peaks of its process while it trained", "activations ", "messages: ", "hidden"] {
+    for part in ["peak memory of its process during training", "activations ", "messages: ", "hidden"] {
         assert!(said.contains(part), "{part:?} in {said}");
     }
     let steps = fs::read_to_string(folder.path().join("run/steps.jsonl")).unwrap();
@@ -837,7 +837,7 @@ fn a_run_waits_for_one_that_is_ending_and_does_not_replace_what_that_has_saved()
         let code = run.wait().unwrap().code();
         assert_eq!(code, Some(i32::from(saves)), "{rest}");
         if saves {
-            assert!(rest.contains("from no checkpoint and would now from") && rest.contains("step-2"), "{rest}");
+            assert!(rest.contains("was no checkpoint and is now") && rest.contains("step-2"), "{rest}");
             assert!(saved.is_dir());
         }
     }
@@ -856,7 +856,7 @@ fn other_ranks_hear_why_rank_0_refuses() {
     // What has to be asked for otherwise, and what passes by itself.
     for (more, why, code) in [
         (String::new(), "it holds an earlier run (steps.jsonl)", EXIT_CONFIGURATION),
-        (format!(" --overwrite --metrics {}", metrics.1), "cannot listen there", 1),
+        (format!(" --overwrite --metrics {}", metrics.1), "cannot listen on it", 1),
     ] {
         let arguments = format!("{arguments}{more}");
         let since = Instant::now();

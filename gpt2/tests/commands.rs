@@ -57,7 +57,7 @@ fn a_model_is_evaluated_as_training_does_it() {
     assert!((all["perplexity"].as_f64().unwrap() - nats.exp()).abs() < 1e-9 * nats.exp());
     let lines = said("eval out/model.safetensors --data text.txt", folder.path());
     assert!(
-        lines.contains(&format!("loss {nats:.4} nats a token")) && lines.contains("1289 tokens predicted"),
+        lines.contains(&format!("loss {nats:.4} nats per token")) && lines.contains("1289 tokens predicted"),
         "{lines}"
     );
     fs::write(folder.path().join("one.txt"), "a").unwrap();

@@ -108,7 +108,7 @@ fn a_run_answers_while_it_trains_and_strangers_do_not_disturb_it() {
             "train --preset micro --tokenizer bytes --data none.txt --out other --metrics 127.0.0.1:{port}{ranks}"
         );
         let said = refused(&arguments.split(' ').collect::<Vec<_>>(), folder);
-        assert!(said.contains(&format!("--metrics 127.0.0.1:{port}: cannot listen there")), "{said}");
+        assert!(said.contains(&format!("--metrics 127.0.0.1:{port}: cannot listen on it")), "{said}");
         assert!(!said.contains("restart"), "{said}");
     }
 }

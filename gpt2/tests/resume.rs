@@ -128,7 +128,7 @@ fn goes_on_as_if_nothing_had_been(case: &str) {
     let whole = place.run(&format!("{case} --save-every 4 --out whole"));
     assert_eq!(place.store("whole").steps(), [4], "not after the last step: {whole}");
     let rest = place.run(&format!("{case} --resume whole/checkpoints/step-4 --out rest"));
-    assert!(rest.contains("resume: whole/checkpoints/step-4 after step 4 of 8, to the last bit"), "{rest}");
+    assert!(rest.contains("resume: whole/checkpoints/step-4, after step 4 of 8, bit-identical"), "{rest}");
     assert!(rest.contains("resumed after step 4"), "{rest}");
     assert_eq!(hash(&rest), hash(&whole), "{case}");
     let losses = place.losses("rest", 0);
@@ -196,7 +196,7 @@ fn other_ranks_strategies_transports_and_types_go_on_within_rounding() {
     {
         let said = place.run(&format!("{same} {to} --resume {from}/checkpoints/step-4 --out {number}"));
         let line = said.lines().find(|line| line.contains("resume: ")).unwrap();
-        assert!(line.contains("resharded, and equal within rounding") && line.contains(told), "{line}");
+        assert!(line.contains("resharded; equal to the earlier run up to rounding") && line.contains(told), "{line}");
         let losses = place.losses(&number.to_string(), 0);
         assert_eq!(losses.len(), reference.len());
         for ((step, loss, _), (_, expected, _)) in losses.iter().zip(&reference) {
@@ -206,10 +206,10 @@ fn other_ranks_strategies_transports_and_types_go_on_within_rounding() {
     }
     // Another transport alone changes no bit.
     let said = place.run(&format!("{same} --strategy ddp --nproc 2 --transport quic --resume two --out quic"));
-    assert!(said.contains("to the last bit") && said.contains("resume: transport tcp then, quic now"), "{said}");
+    assert!(said.contains("bit-identical") && said.contains("resume: the transport was tcp and is quic now"), "{said}");
     assert_eq!(place.losses("quic", 0), reference);
     // On the same kind of device, which the checkpoint names.
-    assert!(!said.contains("resume: device"), "{said}");
+    assert!(!said.contains("resume: the device"), "{said}");
     let state = fs::read_to_string(place.store("two").path(4).join("run.json")).unwrap();
     let state: Value = serde_json::from_str(&state).unwrap();
     assert_eq!((&state["version"], &state["state"]["device"]), (&3.into(), &"cpu".into()));
@@ -300,10 +300,10 @@ fn killed_and_started_again(how: &str, kills: usize, seed: u64) -> usize {
         let lost: u64 = said
             .lines()
             .filter_map(|line| {
-                line.split_once(": ")?.1.split_once(" steps are done again")?.0.rsplit_once(' ')?.1.parse::<u64>().ok()
+                line.split_once(": ")?.1.split_once(" steps are repeated")?.0.rsplit_once(' ')?.1.parse::<u64>().ok()
             })
             .sum();
-        assert!(said.contains(&format!("restarts: {restarts}, after which {lost} steps were done again")), "{said}");
+        assert!(said.contains(&format!("restarts: {restarts}; {lost} steps were repeated")), "{said}");
     }
     restarts
 }
@@ -372,7 +372,7 @@ fn a_job_that_dies_before_its_first_checkpoint_begins_again() {
     send("-KILL", ranks_of(job.id())[0]);
     let (code, said) = end_of(job, &said);
     assert_eq!(code, Some(0), "{said}");
-    assert!(said.contains("restart 1 of 1, after step 0: ") && said.contains("restarts: 1, after which"), "{said}");
+    assert!(said.contains("restart 1 of 1, from the state after step 0; ") && said.contains("restarts: 1; "), "{said}");
     assert_eq!(hash(&said), hash(&place.run(&format!("{run} --out whole"))));
     assert_eq!(place.store("again").steps(), [50]);
 }
@@ -455,10 +455,10 @@ fn a_run_that_began_with_weights_goes_on_without_them() {
     }
     assert_eq!(StoredWeights::open(&place.path().join("rest")).unwrap().config(), &config);
     for (more, expected) in [
-        ("--init-from rest", &["--init-from rest does not go with --resume whole"][..]),
+        ("--init-from rest", &["--init-from rest cannot be combined with --resume whole"][..]),
         ("--preset micro", &["another one", "--preset", "n_embd was 8"]),
         ("--block-size 8", &["another one", "--block-size", "block_size was 16 and is 8 now"]),
-        ("--tokenizer gpt2", &["--tokenizer gpt2", "--resume whole belong to the tokenizer bytes"]),
+        ("--tokenizer gpt2", &["--tokenizer gpt2", "--resume whole were trained with the tokenizer bytes"]),
     ] {
         let run = format!("{OF_ANY} --steps 6 --resume whole --out other {more}");
         let said = refusal(&mut place.command_of_any(&run));
@@ -467,7 +467,7 @@ fn a_run_that_began_with_weights_goes_on_without_them() {
     let said = refusal(
         &mut place.command_of_any(&format!("{OF_ANY} --max-restarts 1 --overwrite --out rest --init-from rest")),
     );
-    assert!(said.contains("--init-from rest lie in --out rest"), "{said}");
+    assert!(said.contains("--init-from rest are in --out rest"), "{said}");
     // The weights are known by their hash, not by their place.
     let saved = Saved::open(&place.store("whole").path(3)).unwrap();
     let mut now = saved.state().config.clone();
@@ -493,7 +493,7 @@ fn a_job_that_began_with_weights_and_settings_of_a_file_survives_deaths() {
     }
     let (code, said) = end_of(job, &said);
     assert_eq!(code, Some(0), "{said}");
-    assert!(said.contains("restart 2 of 2, after step 20: ") && said.contains("restarts: 2, after which"), "{said}");
+    assert!(said.contains("restart 2 of 2, from the state after step 20; ") && said.contains("restarts: 2; "), "{said}");
     assert_eq!(hash(&said), hash(&succeed(&mut place.command_of_any(&format!("{run} --out whole")))));
 }
 
@@ -599,7 +599,7 @@ fn the_same_command_begins_a_run_and_goes_on_with_it() {
     let begun = place.run(run);
     assert!(!begun.contains("resume: "), "{begun}");
     let again = place.run(run);
-    assert!(again.contains("resume: run/checkpoints/step-2 after step 2 of 4"), "{again}");
+    assert!(again.contains("resume: run/checkpoints/step-2, after step 2 of 4"), "{again}");
     assert_eq!(hash(&again), hash(&begun));
     // As if it had been interrupted before its first checkpoint.
     fs::remove_dir_all(place.path().join("run/checkpoints")).unwrap();
@@ -663,7 +663,7 @@ fn settings_that_contradict_a_checkpoint_are_named() {
     }
     for (more, told) in [
         ("--keep 0", "--keep must be at least 1"),
-        ("--max-restarts 2", "--max-restarts concerns ranks that are processes"),
+        ("--max-restarts 2", "--max-restarts is for ranks that are processes"),
         // An earlier run in the folder is not the one that goes on.
         ("--out good2", "it holds an earlier run"),
     ] {

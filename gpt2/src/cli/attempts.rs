@@ -78,7 +78,7 @@ impl<'a> Attempts<'a> {
         self.so_far.steps_lost += again;
         let cause = outcome.cause.as_deref().unwrap_or("the job failed");
         complain(format_args!(
-            "warning: {cause}; restart {} of {}, after step {next}: {again} steps are done again",
+            "warning: {cause}; restart {} of {}, from the state after step {next}; {again} steps are repeated",
             self.so_far.count, self.max
         ));
         let mut command = self.command.clone();

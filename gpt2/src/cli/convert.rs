@@ -11,15 +11,15 @@ use crate::tokenizer::TokenizerKind;
 
 #[derive(Clone, Debug, Args)]
 pub(super) struct ConvertArgs {
-    /// A checkpoint of this program, or a GPT-2 that Hugging Face's transformers saved as safetensors: the file beside its config.json, the
-    /// index of several, or the folder.
+    /// The model: a checkpoint that `gpt2 train` saved, or a GPT-2 that Hugging Face's transformers saved as safetensors (the file beside its
+    /// config.json, the index of several files, or the folder).
     input: PathBuf,
     /// Folder for the weights in f32 (model.safetensors), config.json, generation_config.json and the tokenizer's files.
     output: PathBuf,
-    /// Tokenizer of a model that does not say which it has: gpt2, bytes.
+    /// Tokenizer of a model whose files do not name one: gpt2, bytes.
     #[arg(long)]
     tokenizer: Option<TokenizerKind>,
-    /// Replace a model that is in the folder.
+    /// Replace a model in the folder.
     #[arg(long)]
     overwrite: bool,
 }

@@ -10,29 +10,29 @@ use crate::corpus::prepare::{HeldOut, PrepareOptions, prepare};
 
 #[derive(Clone, Debug, Args)]
 pub(super) struct DataArgs {
-    /// Files or folders, whose documents follow one another in this order. A file is a document, or has one in each object of JSON lines (.jsonl,
-    /// .ndjson, .json) or row of Parquet (.parquet, in a build with that feature). Of a folder, Parquet files at every depth where it holds
-    /// any, else JSON lines, else .txt and .md files.
+    /// Files or folders; their documents follow one another in this order. A text file is one document. JSON lines (.jsonl, .ndjson, .json) have a
+    /// document in each object, Parquet files (.parquet, in a build with the feature `parquet`) in each row. A folder is searched at every depth for
+    /// Parquet files; if it has none, for JSON lines; if it has none of those, for .txt and .md files.
     #[arg(required = true, value_name = "INPUT")]
     inputs: Vec<PathBuf>,
-    /// Folder for the shards: train_000000.bin and so on, and val_000000.bin, in llm.c's layout with GPT-2's ids. It appears when all of them
-    /// are written; meanwhile they are in .NAME.partial beside it.
+    /// Folder for the shards, in llm.c's layout with GPT-2's token ids: train_000000.bin, train_000001.bin, …, and val_000000.bin. They are written
+    /// to .NAME.partial beside this folder, which takes the folder's name when all of them are complete.
     #[arg(long)]
     out: PathBuf,
-    /// Name of the text in each object of JSON or row of Parquet.
+    /// Name of the field that has the text, in each JSON object or Parquet row.
     #[arg(long, default_value = "text")]
     field: String,
-    /// Most tokens of a shard; one takes 2 bytes.
+    /// Most tokens of a shard; a token takes 2 bytes.
     #[arg(long, default_value_t = 100_000_000, value_parser = clap::value_parser!(u32).range(1..))]
     shard_tokens: u32,
-    /// What is held out at the end for validation: a share of the characters below 1, or a number of tokens, which then are kept in memory; 0
-    /// for nothing.
+    /// How much of the end of the text is held out for validation: a fraction of its characters, below 1, or a number of tokens, which are then held
+    /// in memory; 0 for nothing.
     #[arg(long, value_name = "FRACTION|TOKENS", default_value_t = HeldOut::Share(0.1))]
     validation: HeldOut,
-    /// Put line ends between documents instead of <|endoftext|>, and take that for text where a text file has it.
+    /// Put line ends between documents instead of <|endoftext|>, and treat <|endoftext|> in a text file as ordinary text.
     #[arg(long)]
     no_special_tokens: bool,
-    /// Replace the shards in the folder.
+    /// Replace shards that are in the folder.
     #[arg(long)]
     overwrite: bool,
 }

@@ -7,7 +7,7 @@ use crate::devices::Report;
 
 #[derive(Clone, Copy, Debug, Args)]
 pub(super) struct DevicesArgs {
-    /// Print one JSON object instead of lines for people.
+    /// Print one JSON object instead of text.
     #[arg(long)]
     json: bool,
 }

@@ -18,24 +18,25 @@ use crate::tokenizer::TokenizerKind;
 
 #[derive(Clone, Debug, Args)]
 pub(super) struct EvalArgs {
-    /// A checkpoint of this program, or a GPT-2 of Hugging Face's transformers as safetensors: a file, the index of several, or the folder.
+    /// The model: a checkpoint that `gpt2 train` saved, or a GPT-2 that Hugging Face's transformers saved as safetensors (the file beside its
+    /// config.json, the index of several files, or the folder).
     checkpoint: PathBuf,
     /// A text file, a folder of text files, or token shards (.bin).
     #[arg(long, required_unless_present = "hellaswag")]
     data: Option<PathBuf>,
-    /// Which part of the text.
+    /// Part of the text to measure.
     #[arg(long, value_enum, default_value_t)]
     part: Part,
-    /// A multiple-choice test in llm.c's layout, such as its hellaswag_val.bin, for a model with GPT-2's tokenizer.
+    /// A multiple-choice test in llm.c's layout, such as llm.c's hellaswag_val.bin; the model must have GPT-2's tokenizer.
     #[arg(long)]
     hellaswag: Option<PathBuf>,
-    /// Tokenizer of a model that does not say which it has: gpt2, bytes.
+    /// Tokenizer of a model whose files do not name one: gpt2, bytes.
     #[arg(long)]
     tokenizer: Option<TokenizerKind>,
-    /// Take <|endoftext|> in a text for text, as for `gpt2 train`.
+    /// Treat <|endoftext|> as ordinary text, as for `gpt2 train`.
     #[arg(long)]
     no_special_tokens: bool,
-    /// Encode the text anew, as for `gpt2 train`.
+    /// Encode the text again instead of using the token cache, as for `gpt2 train`.
     #[arg(long)]
     no_token_cache: bool,
     /// Sequences that are computed at once.
@@ -44,7 +45,7 @@ pub(super) struct EvalArgs {
     /// Device that computes, as for `gpt2 train`.
     #[arg(long, default_value_t)]
     device: DeviceChoice,
-    /// Print one JSON object instead of lines for people.
+    /// Print one JSON object instead of text.
     #[arg(long)]
     json: bool,
 }
@@ -55,7 +56,7 @@ enum Part {
     /// All of it.
     #[default]
     All,
-    /// What `gpt2 train` holds out of it: the last tenth, or the shards named for it.
+    /// What `gpt2 train` holds out for validation: the last tenth, or the shards named val.
     Validation,
     /// The rest.
     Training,
@@ -66,14 +67,14 @@ const MAX_BATCH: usize = 1 << 16;
 
 pub(super) fn run(args: &EvalArgs) -> Result<(), CliError> {
     if args.batch == 0 || args.batch > MAX_BATCH {
-        return Err(format!("--batch {} must lie between 1 and {MAX_BATCH}", args.batch).into());
+        return Err(format!("--batch {} must be from 1 to {MAX_BATCH}", args.batch).into());
     }
     // What is wrong with it is said before minutes are spent on the text.
     let test = args.hellaswag.as_deref().map(Choices::read).transpose()?;
     let open = OpenModel::open(&args.checkpoint, args.tokenizer, args.device, Pass::Training { rows: args.batch })?;
     if test.is_some() && open.tokenizer.kind() != TokenizerKind::Gpt2 {
         return Err(format!(
-            "--hellaswag is in GPT-2's tokens, and the model has the tokenizer {}",
+            "--hellaswag needs a model with the tokenizer gpt2, and this one has the tokenizer {}",
             open.tokenizer.kind()
         )
         .into());
@@ -111,7 +112,7 @@ fn text(args: &EvalArgs, data: PathBuf, open: &OpenModel) -> Result<Value, CliEr
     bar.finish_and_clear();
     if !args.json {
         say(format_args!(
-            "loss {:.4} nats a token, perplexity {:.3}, {:.4} bits a byte: {} tokens predicted, {} bytes, sequences of {}",
+            "loss {:.4} nats per token, perplexity {:.3}, {:.4} bits per byte: {} tokens predicted, {} bytes, sequences of {}",
             score.loss(),
             score.perplexity(),
             score.bits_per_byte(),
@@ -136,7 +137,7 @@ fn choices(args: &EvalArgs, test: &Choices, open: &OpenModel) -> Result<Value, C
     let score = test.score(&open.model, &mut |now| bar.set_position((now.questions + now.too_long) as u64))?;
     bar.finish_and_clear();
     if score.questions == 0 {
-        return Err("--hellaswag: all questions are longer than the model's sequences".into());
+        return Err("--hellaswag: every question is longer than the model's longest sequence".into());
     }
     let share = |right: usize| right as f64 / score.questions as f64;
     if !args.json {
@@ -145,7 +146,7 @@ fn choices(args: &EvalArgs, test: &Choices, open: &OpenModel) -> Result<Value, C
             count => format!("; {count} were too long for the model"),
         };
         say(format_args!(
-            "{} questions: {:.2}% right by mean loss a token (acc_norm), {:.2}% by loss in all (acc){too_long}",
+            "{} questions: {:.2}% right by mean loss per token (acc_norm), {:.2}% right by total loss (acc){too_long}",
             score.questions,
             100.0 * share(score.right_by_mean),
             100.0 * share(score.right_by_sum)

@@ -119,7 +119,7 @@ pub(super) fn find_checkpoint(folder: &Path, given: &Path) -> Result<Option<Path
     let store = checkpoints(run);
     store.latest().map(Some).ok_or_else(|| {
         format!(
-            "--resume {}: there is no checkpoint in {}; leave --resume out to begin from the start, or name one",
+            "--resume {}: there is no checkpoint in {}; name another folder, or leave out --resume to start from the beginning",
             given.display(),
             store.folder().display()
         )
@@ -137,7 +137,7 @@ fn newest(folder: &Path) -> Result<Option<PathBuf>, CliError> {
         Ok(()) => Ok(store.latest()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => {
-            let said = format!("--resume auto: looking for checkpoints in {}: {error}", store.folder().display());
+            let said = format!("--resume auto: cannot look for checkpoints in {}: {error}", store.folder().display());
             Err(of_system(error.kind(), said))
         }
     }
@@ -187,8 +187,8 @@ fn refuse_later_checkpoints(folder: &Path, after: u64) -> Result<(), CliError> {
     match store.steps().last().filter(|last| **last > after) {
         None => Ok(()),
         Some(last) => Err(format!(
-            "--out {}: it holds checkpoints of later steps than the {after} to go on from ({}); give another folder, or --overwrite to remove \
-             them",
+            "--out {}: it holds checkpoints of later steps than step {after}, from which this run continues ({}); give another folder, or \
+             --overwrite to remove them",
             folder.display(),
             store.path(*last).display()
         )

@@ -43,7 +43,7 @@ impl LoadProgress {
             // These are a hundred times as fast.
             Stage::Reading => ("reading", 256 << 20),
             Stage::Checking => ("checking", 256 << 20),
-            Stage::Waiting => ("waiting for the process that encodes", 0),
+            Stage::Waiting => ("waiting for another process that encodes the text", 0),
             Stage::Kept => {
                 self.kept = Some(Ok(()));
                 return;
@@ -54,7 +54,7 @@ impl LoadProgress {
             }
             Stage::Restored => {
                 complain(
-                    "warning: a run that was killed had moved the old shards away; they are in their folder again",
+                    "warning: a killed run had moved the old shards out of their folder; they were moved back",
                 );
                 return;
             }
@@ -82,10 +82,10 @@ impl LoadProgress {
         self.end();
         let Some(folder) = folder else { return };
         match self.kept {
-            Some(Ok(())) if shown => say(format_args!("the next run takes the ids from {}", folder.display())),
+            Some(Ok(())) if shown => say(format_args!("the next run reads the token ids from {}", folder.display())),
             Some(Err(why)) if warns => complain(format_args!(
-                "warning: token ids could not be kept in {}: {why}; the next run encodes or checks again; make room there, give another folder \
-                 (XDG_CACHE_HOME), or keep none (--no-token-cache)",
+                "warning: the token ids could not be kept in {}: {why}; the next run has to encode or check the text again. Free some \
+                 space there, name another folder (XDG_CACHE_HOME), or turn the cache off (--no-token-cache)",
                 folder.display()
             )),
             _ => {}

@@ -181,7 +181,7 @@ pub(super) fn listen(address: SocketAddr) -> Result<TcpListener, CliError> {
 }
 
 fn cannot(address: SocketAddr, error: &std::io::Error) -> String {
-    format!("--metrics {address}: cannot listen there: {error}; give another address")
+    format!("--metrics {address}: cannot listen on it: {error}; give another address")
 }
 
 impl Drop for Metrics {
@@ -335,7 +335,7 @@ impl Shared {
         let mut words = line.split(|byte| *byte == b' ');
         let (method, target, version) = (words.next(), words.next(), words.next());
         if !matches!(version, Some(b"HTTP/1.1" | b"HTTP/1.0")) || words.next().is_some() {
-            return Response { status: "400 Bad Request", body: "this is no request of HTTP/1.1\n".into() };
+            return Response { status: "400 Bad Request", body: "this is not an HTTP/1.1 request\n".into() };
         }
         if !matches!(method, Some(b"GET" | b"HEAD")) {
             return Response { status: "405 Method Not Allowed", body: "only GET and HEAD are answered\n".into() };
@@ -384,7 +384,7 @@ impl Shared {
         let labels = labels.collect::<Vec<_>>().join(",");
         let _ = writeln!(
             text,
-            "# HELP gpt2_run_info What the run is.\n# TYPE gpt2_run_info gauge\ngpt2_run_info{{{labels}}} 1"
+            "# HELP gpt2_run_info Strategy, transport and other settings of the run.\n# TYPE gpt2_run_info gauge\ngpt2_run_info{{{labels}}} 1"
         );
         let figures = self.figures();
         let mut put = |name: &str, kind: &str, help: &str, value: Option<f64>| {
@@ -422,7 +422,7 @@ impl Shared {
         put(
             "last_step_timestamp_seconds",
             "gauge",
-            "When the last step ended, since 1970.",
+            "Time at which the last step ended, in seconds since 1970.",
             ended.map(|since| since.as_secs_f64()),
         );
         put("tokens_total", "counter", "Tokens of all ranks since this start.", Some(figures.tokens.round()));
@@ -441,17 +441,17 @@ impl Shared {
         put(
             "skipped_steps_total",
             "counter",
-            "Steps skipped for an overflow since this start.",
+            "Steps skipped because of an overflow since this start.",
             Some(figures.skipped as f64),
         );
         put(
             "checkpoint_step",
             "gauge",
-            "Steps in the last checkpoint of this start.",
+            "Step of the last checkpoint since this start.",
             figures.checkpoint_step.map(|step| step as f64),
         );
         put("restarts_total", "counter", "Restarts of the job before this start.", Some(count as f64));
-        put("lost_steps_total", "counter", "Steps done again because of them.", Some(steps_lost as f64));
+        put("lost_steps_total", "counter", "Steps repeated because of restarts.", Some(steps_lost as f64));
         text
     }
 }

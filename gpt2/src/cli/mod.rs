@@ -36,17 +36,17 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Train a model, on one or several processes.
+    /// Train a model, in one process or several.
     Train(Box<train::TrainArgs>),
     /// Write text with a trained model.
     Sample(sample::SampleArgs),
     /// Measure a trained model on a text or on HellaSwag.
     Eval(eval::EvalArgs),
-    /// Make token shards for `gpt2 train --data` of text, JSON lines or Parquet, of any size.
+    /// Convert text, JSON lines or Parquet of any size into token shards for `gpt2 train --data`.
     Data(data::DataArgs),
-    /// Save a GPT-2 of this program or of Hugging Face's transformers so that both open it.
+    /// Save a GPT-2 of this program, or of Hugging Face's transformers, in a form that both can open.
     Convert(convert::ConvertArgs),
-    /// List what this machine and this build have to compute with, and why what is missing is missing.
+    /// List the devices and libraries that this build can use on this machine, and for each one that it cannot use, why.
     Devices(devices::DevicesArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),

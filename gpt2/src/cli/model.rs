@@ -51,10 +51,10 @@ pub(super) fn tokenizer_of(stored: &StoredWeights, asked: Option<TokenizerKind>)
         (None, Some(TokenizerKind::Gpt2)) => Tokenizer::gpt2(),
         (None, Some(TokenizerKind::Bytes)) => Tokenizer::bytes(),
         (None, Some(TokenizerKind::Chars)) => {
-            return Err(format!("--tokenizer chars: nothing in {path} says which characters its model has").into());
+            return Err(format!("--tokenizer chars: the files in {path} do not list the model's characters").into());
         }
         (None, None) => {
-            return Err(format!("nothing in {path} says which tokenizer its model has; name it (--tokenizer)").into());
+            return Err(format!("the files in {path} do not name the model's tokenizer; name it with --tokenizer").into());
         }
     };
     check_vocabulary(stored, &tokenizer)?;
@@ -69,7 +69,7 @@ pub(super) fn check_vocabulary(stored: &StoredWeights, tokenizer: &Tokenizer) ->
         return Ok(());
     }
     Err(format!(
-        "checkpoint {}: the tokenizer {} has {known} tokens, but its model {has}; the two do not belong together",
+        "checkpoint {}: the tokenizer {} has {known} tokens, and the model has {has}, so they do not belong together",
         stored.path().display(),
         tokenizer.kind()
     )

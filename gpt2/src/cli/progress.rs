@@ -44,19 +44,19 @@ impl Progress {
     fn create_files(&mut self) {
         let Some((folder, earlier)) = self.folder.take() else { return };
         if let Err(error) = earlier.make_way(&folder) {
-            self.warn(format_args!("a file of the earlier run stays: {error}"));
+            self.warn(format_args!("a file of the earlier run could not be removed: {error}"));
         }
         let path = folder.join(STEPS);
         let goes_on = matches!(earlier, Earlier::GoesOn { .. });
         let mut how = OpenOptions::new();
         match how.create(true).write(true).append(goes_on).truncate(!goes_on).open(&path) {
             Ok(file) => self.file = Some(file),
-            Err(error) => self.warn(format_args!("no file of steps: {}: {error}", path.display())),
+            Err(error) => self.warn(format_args!("no steps.jsonl is written: {}: {error}", path.display())),
         }
         let path = folder.join(EVENTS);
         match EventFile::create(&path) {
             Ok(events) => self.events = Some(events),
-            Err(error) => self.warn(format_args!("no event file for TensorBoard: {}: {error}", path.display())),
+            Err(error) => self.warn(format_args!("no event file for TensorBoard is written: {}: {error}", path.display())),
         }
     }
 
@@ -77,7 +77,7 @@ impl Progress {
         line.push(b'\n');
         // A full disk must not end a run of hours; the step lines are on the screen as well.
         if let Err(error) = file.write_all(&line) {
-            self.warn(format_args!("the file of steps ends here: {error}"));
+            self.warn(format_args!("no more steps are written to steps.jsonl: {error}"));
             self.file = None;
         }
     }
@@ -86,7 +86,7 @@ impl Progress {
         let Some(events) = &mut self.events else { return };
         let write = |(tag, value): &(&str, Option<f64>)| value.map_or(Ok(()), |value| events.scalar(tag, step, value));
         if let Err(error) = values.iter().try_for_each(write).and_then(|()| events.flush()) {
-            self.warn(format_args!("TensorBoard's event file ends here: {error}"));
+            self.warn(format_args!("no more steps are written to TensorBoard's event file: {error}"));
             self.events = None;
         }
     }
@@ -208,7 +208,7 @@ impl Observer for Progress {
             *bytes as f64 / 1e6
         ));
         if let Some(why) = not_removed {
-            self.warn(format_args!("an older checkpoint stays: {why}"));
+            self.warn(format_args!("an older checkpoint could not be removed: {why}"));
         }
     }
 

@@ -19,50 +19,53 @@ use crate::tokenizer::{Tokenizer, TokenizerKind};
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true)]
 pub(super) struct SampleArgs {
-    /// Checkpoint that `gpt2 train` saved, or a GPT-2 of Hugging Face's transformers as safetensors: a file, the index of several, or the folder.
+    /// The model: a checkpoint that `gpt2 train` saved, or a GPT-2 that Hugging Face's transformers saved as safetensors (the file beside its
+    /// config.json, the index of several files, or the folder).
     #[arg(long, default_value = "out/model.safetensors")]
     checkpoint: PathBuf,
-    /// Text to continue, in which <|endoftext|> is one token for the gpt2 tokenizer. [default: for gpt2, trained on several documents, the
-    /// token that ends one, so that a new one begins; else a line end; for chars that know none a blank, else the first of their characters]
+    /// Text to continue. With the gpt2 tokenizer <|endoftext|> in it is one token. [default: with the gpt2 tokenizer, if the model was trained on
+    /// several documents, the token <|endoftext|>, which begins a new document; otherwise a line end. A chars tokenizer without a line end takes a
+    /// space, or else its first character]
     #[arg(long)]
     prompt: Option<String>,
-    /// File with the text to continue, as it is, line end included; - for standard input.
+    /// File with the text to continue, which is taken unchanged, with the line end at its end; - reads standard input.
     #[arg(long, conflicts_with = "prompt")]
     prompt_file: Option<PathBuf>,
-    /// End before this text, which is not written. May be given several times.
+    /// Stop when the model writes this text, which is left out. May be given several times.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Go on after the end of a document, which ends the text by default (gpt2).
+    /// Continue after the end of a document. By default it ends the text, with the gpt2 tokenizer.
     #[arg(long)]
     no_stop: bool,
-    /// Take <|endoftext|> for text, start from a line end, and do not stop: for a model trained with this option.
+    /// Treat <|endoftext|> as ordinary text, start from a line end, and do not stop at the end of a document: for a model that was trained with
+    /// --no-special-tokens.
     #[arg(long)]
     no_special_tokens: bool,
-    /// Tokens to write, at most.
+    /// Most tokens to write.
     #[arg(long, default_value_t = 200)]
     tokens: usize,
-    /// Texts to write, one after the other, with a line of three hyphens between them.
+    /// Number of texts to write, with a line of three hyphens between them.
     #[arg(long, default_value_t = 1)]
     samples: usize,
-    /// Divides the logits: below 1 for likelier text, above 1 for wilder; 0 always takes the likeliest token.
+    /// Temperature, by which the logits are divided: below 1 makes likely tokens more likely, above 1 less; 0 always takes the most likely token.
     #[arg(long, default_value_t = 0.8)]
     temperature: f32,
-    /// Choose among so many of the likeliest tokens; 0 for all.
+    /// Choose only among this many most likely tokens (top-k); 0 for all.
     #[arg(long, default_value_t = 200)]
     top_k: usize,
-    /// Of those choose among the likeliest that together have this probability, at least one; 1 for all.
+    /// Of those, choose only among the most likely tokens that together have this probability (top-p), at least one; 1 for all.
     #[arg(long, default_value_t = 1.0)]
     top_p: f64,
-    /// Seed of the choices.
+    /// Random seed of the choices.
     #[arg(long, default_value_t = 1337)]
     seed: u64,
-    /// Compute all tokens again for each that is written, instead of keeping their keys and values.
+    /// For each token that is written compute all earlier ones again, instead of keeping their keys and values (no KV cache).
     #[arg(long)]
     no_cache: bool,
-    /// Say at the end on standard error how many tokens a second were written.
+    /// Print at the end, on standard error, how many tokens a second were written.
     #[arg(long)]
     speed: bool,
-    /// Tokenizer of a model that does not say which it has: gpt2, bytes.
+    /// Tokenizer of a model whose files do not name one: gpt2, bytes.
     #[arg(long)]
     tokenizer: Option<TokenizerKind>,
     /// Device that computes, as for `gpt2 train`.
@@ -119,7 +122,7 @@ fn check(args: &SampleArgs) -> Result<(), CliError> {
         return Err(format!("--temperature {} must be zero or a positive number", args.temperature).into());
     }
     if !(args.top_p > 0.0 && args.top_p <= 1.0) {
-        return Err(format!("--top-p {} must lie above 0 and be at most 1", args.top_p).into());
+        return Err(format!("--top-p {} must be above 0 and at most 1", args.top_p).into());
     }
     if args.samples == 0 {
         return Err("--samples must be at least 1".into());

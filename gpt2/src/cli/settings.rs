@@ -74,7 +74,7 @@ fn read(path: &Path) -> Result<BTreeMap<String, OsString>, CliError> {
     let in_file = |what: String| CliError::from(format!("--config {}: {what}", path.display()));
     let metadata = fs::metadata(path).map_err(|error| in_file(format!("cannot read it: {error}")))?;
     if !metadata.is_file() || metadata.len() > LONGEST {
-        return Err(in_file(format!("it is no regular file of at most {LONGEST} bytes")));
+        return Err(in_file(format!("it is not a regular file of at most {LONGEST} bytes")));
     }
     let text = fs::read_to_string(path).map_err(|error| in_file(format!("cannot read it: {error}")))?;
     let table: Table = text.parse().map_err(|error: toml::de::Error| in_file(error.to_string().trim_end().into()))?;
@@ -100,13 +100,13 @@ fn arguments(table: &Table) -> Result<BTreeMap<String, OsString>, String> {
             Value::Boolean(is) => is.to_string(),
             Value::Datetime(_) | Value::Array(_) | Value::Table(_) => {
                 return Err(format!(
-                    "the setting '{key}' is a {}; give a string, a number or a boolean",
+                    "the setting '{key}' is of type {}; give a string, a number or a boolean",
                     value.type_str()
                 ));
             }
         };
         if arguments.insert(name.clone(), format!("--{name}={value}").into()).is_some() {
-            return Err(format!("the setting '{name}' is given twice, with - and with _"));
+            return Err(format!("the setting '{name}' is given twice, once with - and once with _; keep one of them"));
         }
     }
     Ok(arguments)

@@ -8,7 +8,7 @@ use clap_complete::Shell;
 
 use super::CliError;
 
-/// Write the completions of a shell to standard output.
+/// Print a shell's completion script.
 #[derive(Debug, Args)]
 pub struct CompletionsArgs {
     /// The shell.
@@ -18,7 +18,7 @@ pub struct CompletionsArgs {
 /// Write a manual page for each command.
 #[derive(Debug, Args)]
 pub struct ManArgs {
-    /// Folder for the pages, which is made if it is not there. `man -l FOLDER/PAGE` shows one.
+    /// Folder for the pages; it is created if it does not exist. `man -l FOLDER/PAGE` shows a page.
     folder: PathBuf,
 }
 

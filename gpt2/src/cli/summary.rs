@@ -27,11 +27,11 @@ pub(super) fn print(summary: &Summary) {
         say(format!("skipped: {} steps whose gradients had overflowed", summary.skipped_steps));
     }
     if let Some(step) = summary.resumed_at {
-        say(format!("resumed after step {step}: figures are of the {} steps since", summary.losses.len()));
+        say(format!("resumed after step {step}: the figures are those of the {} steps since then", summary.losses.len()));
     }
     let Restarts { count, steps_lost } = summary.restarts;
     if count > 0 {
-        say(format!("restarts: {count}, after which {steps_lost} steps were done again"));
+        say(format!("restarts: {count}; {steps_lost} steps were repeated"));
     }
     if let Some((name, nodes)) = summary.transport.iter().find(|(name, _)| name == NODES) {
         say(format!("{name}: {nodes}"));
@@ -76,7 +76,7 @@ fn print_rank(rank: &RankReport) {
     }
     if let Some(staleness) = &rank.staleness {
         say(format!(
-            "rank {}: {} gradients of workers applied, on parameters that were behind the slowest worker by {:.2} steps in the mean, {} at most",
+            "rank {}: applied {} gradients of workers; staleness {:.2} steps on average, {} at most",
             rank.rank,
             staleness.pushes,
             staleness.mean(),
@@ -86,7 +86,7 @@ fn print_rank(rank: &RankReport) {
     if let Some(memory) = &rank.memory {
         let mb = |bytes: u64| bytes as f64 / 1e6;
         say(format!(
-            "rank {}: peaks of its process while it trained, MB: {:.1} in all; parameters {:.1}, gradients {:.1}, optimizer {:.1}, \
+            "rank {}: peak memory of its process during training, MB: {:.1} in all; parameters {:.1}, gradients {:.1}, optimizer {:.1}, \
              activations {:.1}, communication {:.1}, other {:.1}",
             rank.rank,
             mb(memory.total.peak),

@@ -48,87 +48,87 @@ use watch::WatchArgs;
 pub(super) struct TrainArgs {
     #[arg(long, default_value = "single", help = strategies())]
     strategy: StrategyKind,
-    /// How ranks are connected.
-    #[arg(long, default_value_t, help = format!("How ranks are connected: {}", TransportKind::help()))]
+    /// The transport that connects the ranks.
+    #[arg(long, default_value_t, help = format!("The transport that connects the ranks: {}", TransportKind::help()))]
     transport: TransportKind,
-    /// Ranks to start on this machine. Under a launcher such as srun, mpirun or torchrun nothing is started: it must then be the number of
-    /// the launcher's ranks on this machine. With COMM_RANK set by hand it says how many of the ranks share this machine's cores. [default: 1
+    /// Number of ranks to start on this machine. A launcher such as srun, mpirun or torchrun starts the ranks itself; --nproc must then equal the
+    /// number of its ranks on this machine. If COMM_RANK is set by hand, --nproc is the number of ranks that share this machine's cores. [default: 1
     /// for single, else 2]
     #[arg(long)]
     nproc: Option<usize>,
-    /// TOML file of settings under the names of these options, such as `strategy = "ddp"`; the command line wins, and a switch that
-    /// the file turns on is turned off by `--switch=false`. Paths in it are relative to the current folder.
+    /// TOML file with values for these options, by their names, such as `strategy = "ddp"`. The command line overrides the file; `--NAME=false` turns
+    /// off a switch that the file turns on. Paths in the file are relative to the current folder.
     #[arg(long)]
     pub(super) config: Option<PathBuf>,
     /// Model size: micro, tiny, mini, small, 124m, 350m, 774m, 1558m. [default: tiny, or that of --init-from]
     #[arg(long)]
     preset: Option<Preset>,
-    /// Weights to start from: a checkpoint of this program, or a GPT-2 of Hugging Face's transformers as safetensors: the file beside its
-    /// config.json, the index of several, or the folder. Size and tokenizer come from it. Optimizer and data order begin anew. Not with
-    /// --resume, which has all of that.
+    /// Weights to start from: a checkpoint of this program, or a GPT-2 that Hugging Face's transformers saved as safetensors (the file beside its
+    /// config.json, the index of several files, or the folder). The model's size and tokenizer come from there; optimizer state and data order start
+    /// from the beginning. Not with --resume, which restores all of these.
     #[arg(long)]
     init_from: Option<PathBuf>,
-    /// Tokens a sequence, instead of the preset's or at most as many as --init-from has positions.
+    /// Tokens of a sequence. With --init-from at most the number of positions of its model. [default: that of the preset or of --init-from]
     #[arg(long)]
     block_size: Option<usize>,
     /// A text file, a folder of text files, or token shards (.bin). [default: documentation of this program's own dependencies]
     #[arg(long)]
     data: Option<PathBuf>,
-    /// Take <|endoftext|> in a text for text, and join the files of a folder by line ends. By default the gpt2 tokenizer makes one token of
-    /// it (id 50256), and it stands between the files of a folder.
+    /// Treat <|endoftext|> as ordinary text, and put line ends between the files of a folder. By default the gpt2 tokenizer makes one token of
+    /// <|endoftext|> (id 50256) and puts this token between the files of a folder.
     #[arg(long)]
     no_special_tokens: bool,
-    /// Encode the text anew. By default the ids of texts of 2 MiB and more are kept in $XDG_CACHE_HOME/isocomm/tokens, or below ~/.cache: up
-    /// to 8 GiB, of which the least used go first. The folder should be on a local disk (set XDG_CACHE_HOME where the home folder is not), and
-    /// may be removed when no run uses it.
+    /// Encode the text again instead of using the token cache. By default the token ids of texts of 2 MiB and more are kept in
+    /// $XDG_CACHE_HOME/isocomm/tokens or ~/.cache/isocomm/tokens, up to 8 GiB; the least recently used are removed first. This folder should be on a
+    /// local disk (if the home folder is not, set XDG_CACHE_HOME), and can be deleted when no run uses it.
     #[arg(long)]
     no_token_cache: bool,
-    /// gpt2 (byte-pair encoding), bytes or chars. [default: gpt2, or that of --init-from]
+    /// Tokenizer: gpt2 (byte-pair encoding), bytes or chars. [default: gpt2, or that of --init-from]
     #[arg(long)]
     tokenizer: Option<TokenizerKind>,
-    /// Optimizer steps.
+    /// Number of optimizer steps.
     #[arg(long, default_value_t = 100)]
     steps: u64,
-    /// Seed of weights, data order and dropout.
+    /// Random seed of weights, data order and dropout.
     #[arg(long, default_value_t = 1337)]
     seed: u64,
-    /// Share of elements that training drops, from 0 to below 1, at GPT-2's three places: after the embedding, of attention weights, and of what
-    /// a block adds to the residual stream. Which ones follows from seed, step, layer and place in the global batch alone, so ranks, strategy,
-    /// accumulation and kernels do not matter. GPT-2 itself was trained with 0.1.
+    /// Dropout probability, from 0 to below 1, at GPT-2's three places: after the embedding, on attention weights, and on what a block adds to the
+    /// residual stream. Which elements are dropped depends only on seed, step, layer and place in the global batch, not on the number of ranks,
+    /// strategy, accumulation or kernels. GPT-2 itself was trained with 0.1.
     #[arg(long, default_value_t = 0.0)]
     dropout: f64,
-    /// Sequences a step, over all ranks.
+    /// Sequences of a step, all ranks together (the global batch).
     #[arg(long, default_value_t = 12)]
     batch: usize,
-    /// Micro-steps a step; gradients are communicated after the last.
+    /// Micro-steps of a step (gradient accumulation); gradients are communicated after the last.
     #[arg(long, default_value_t = 1)]
     accumulation: usize,
-    /// What becomes of the sequences at the end of an epoch that do not fill a step: drop, or join (a smaller step, shared out as evenly as
-    /// it goes).
+    /// What happens to the sequences at the end of an epoch that do not fill a step: drop leaves them out; join makes a smaller step of them, divided
+    /// among the ranks as evenly as possible.
     #[arg(long, default_value_t)]
     last_batch: LastBatch,
-    /// A first phase with shorter sequences: 128x900 cuts each sequence of the first 900 steps into pieces of 128 tokens, so that a step has the same
-    /// tokens. BERT is trained so, with 128 tokens of 512 in nine tenths of its steps.
+    /// A first phase with shorter sequences: 128x900 cuts each sequence of the first 900 steps into pieces of 128 tokens, so the number of tokens of
+    /// a step stays the same. BERT is trained like this: nine tenths of its steps have sequences of 128 tokens instead of 512.
     #[arg(long, value_name = "TOKENSxSTEPS")]
     short_sequences: Option<ShortSequences>,
-    /// Type of computation: f32, bf16, f16. Masters, optimizer, layer norm, softmax and loss stay in f32.
+    /// Type in which the model computes: f32, bf16, f16. Master weights, optimizer, layer norm, softmax and loss stay in f32.
     #[arg(long, default_value = "f32")]
     precision: Precision,
-    /// Factor of the loss that keeps small gradients from vanishing in 16 bits: off, dynamic, or a number. [default: dynamic where
-    /// --precision or --wire is f16, else off]
+    /// Loss scaling, which keeps small gradients from becoming 0 in 16 bits: off, dynamic, or a fixed factor. [default: dynamic where --precision or
+    /// --wire is f16, else off]
     #[arg(long)]
     loss_scale: Option<LossScaling>,
-    /// Compute activations again in the backward pass instead of keeping them.
+    /// Recompute activations in the backward pass instead of keeping them (activation checkpointing).
     #[arg(long)]
     recompute: bool,
-    /// By which kernels layers and loss are computed: fused (a layer's work in as few passes over memory as possible) or composed (the
-    /// backend's single operations: slower, with more memory; to measure what fused kernels gain).
+    /// Kernels of layers and loss: fused (each layer in as few passes over memory as possible), or composed (of the backend's single operations,
+    /// which is slower and takes more memory; for measuring what fused kernels save).
     #[arg(long, default_value_t)]
     kernels: KernelChoice,
     /// Optimizer: adamw, lamb, sgd (plain, without momentum).
     #[arg(long, default_value_t)]
     optimizer: OptimizerKind,
-    /// How the learning rate falls after the warm-up: cosine, linear, constant.
+    /// Shape of the learning rate after the warm-up: cosine, linear, constant.
     #[arg(long, default_value_t)]
     schedule: ScheduleKind,
     /// Highest learning rate.
@@ -140,157 +140,162 @@ pub(super) struct TrainArgs {
     /// Steps of linear warm-up. [default: a twentieth of --steps, at most 100]
     #[arg(long)]
     warmup: Option<u64>,
-    /// Decoupled weight decay of two-dimensional tensors. [default: 0.1 for adamw, 0.01 for lamb, 0 for sgd]
+    /// Decoupled weight decay, applied to two-dimensional tensors only. [default: 0.1 for adamw, 0.01 for lamb, 0 for sgd]
     #[arg(long)]
     weight_decay: Option<f64>,
-    /// Decay rate of the mean of gradients. [default: 0.9]
+    /// Decay rate of the running mean of gradients (first moment). [default: 0.9]
     #[arg(long)]
     beta1: Option<f64>,
-    /// Decay rate of the mean of squared gradients. [default: 0.95 for adamw, 0.999 for lamb]
+    /// Decay rate of the running mean of squared gradients (second moment). [default: 0.95 for adamw, 0.999 for lamb]
     #[arg(long)]
     beta2: Option<f64>,
-    /// Added to the root of the second moment. [default: 1e-8 for adamw, 1e-6 for lamb]
+    /// Constant that is added to the root of the second moment. [default: 1e-8 for adamw, 1e-6 for lamb]
     #[arg(long)]
     epsilon: Option<f64>,
-    /// Largest global gradient norm; 0 for no clipping.
+    /// Clip gradients to this global norm; 0 turns clipping off.
     #[arg(long, default_value_t = 1.0)]
     clip: f64,
-    /// Type in which gradients travel: f32, bf16, f16. [default: that of --precision]
+    /// Wire type, in which gradients are sent: f32, bf16, f16. [default: that of --precision]
     #[arg(long)]
     wire: Option<Precision>,
-    /// How gradients are compressed on their way, for ring, ddp and ps: none, int8 (blocks of 256 integers with a scale each), sign (a bit for
-    /// each element, and the mean magnitude of each block of 256), topk:FRACTION (of each bucket the elements of largest magnitude),
-    /// powersgd:RANK (two factors of each matrix; not for ps). Of ps these are what workers push: parameters come back whole. What is not sent is
-    /// kept and added to the rank's next gradients. Not with --wire or loss scaling.
+    /// Compression of gradients before they are sent, for ring, ddp and ps: none, int8 (8-bit integers, with a scale for each block of 256), sign
+    /// (one bit for each element, and the mean magnitude of each block of 256), topk:FRACTION (this fraction of each bucket, the elements of largest
+    /// magnitude), powersgd:RANK (two low-rank factors of each matrix; not for ps). With ps only what workers push is compressed; parameters are sent
+    /// whole. What is left out is added to the rank's next gradients (error feedback). Not with --wire or loss scaling.
     #[arg(long, default_value_t)]
     compress: Compression,
-    /// Bytes of f32 at which the first bucket is closed, of strategies that have buckets of gradients or parameters.
+    /// Size of the first bucket, in bytes of f32, for strategies that send gradients or parameters in buckets: it is sent once it holds this many.
     #[arg(long, default_value_t = StrategyOptions::default().first_bucket_bytes)]
     first_bucket_bytes: usize,
-    /// Bytes of f32 at which any further bucket is closed.
+    /// Size of every further bucket, in bytes of f32.
     #[arg(long, default_value_t = StrategyOptions::default().bucket_bytes)]
     bucket_bytes: usize,
-    /// Bytes of f32 gradients at which a fusion buffer of ring leaves.
+    /// Size of a fusion buffer of ring, in bytes of f32: it is sent once it holds this many.
     #[arg(long, default_value_t = StrategyOptions::default().fusion_bytes)]
     fusion_bytes: usize,
-    /// Communicate only after the backward pass; gather or pull all weights before the next step, and those of fsdp and hsdp only when
-    /// they are needed.
+    /// Start communication only after the backward pass, and finish gathering or pulling weights before the next step; fsdp and hsdp gather a block's
+    /// weights only when they are needed.
     #[arg(long)]
     no_overlap: bool,
-    /// Let rank 0 of ps serve only; the others share the batch.
+    /// With ps, rank 0 is only a server; the other ranks share the batch.
     #[arg(long)]
     dedicated_server: bool,
-    /// Ranks of a node, for hierarchical and hsdp: the ranks of a machine in their order, its last node with what is left; ranks in containers of one
-    /// machine count as on it. [default: the ranks that the launcher has started on a machine, or all that are there; containers count as machines]
+    /// Ranks of a node, for hierarchical and hsdp. Each machine's ranks are divided into nodes in rank order; its last node may have fewer. Ranks in
+    /// different containers of one machine count as ranks of that machine. [default: the ranks that the launcher has started on a machine, or else
+    /// all ranks there; each container counts as a machine]
     #[arg(long)]
     ranks_per_node: Option<usize>,
-    /// How the ranks of a node are connected, for hierarchical and hsdp: a transport as in --transport. [default: that of --transport]
+    /// Transport between the ranks of a node, for hierarchical and hsdp; values as for --transport. [default: that of --transport]
     #[arg(long)]
     node_transport: Option<TransportKind>,
     #[arg(long, value_name = "STEPS", help = setting(Setting::SyncEvery, "Steps between two synchronisations of the same parameters"))]
     sync_every: Option<u64>,
     #[arg(long, help = setting(Setting::OuterRate, "Learning rate of the outer optimizer"))]
     outer_rate: Option<f64>,
-    #[arg(long, help = setting(Setting::OuterMomentum, "Momentum of the outer optimizer, which is Nesterov's"))]
+    #[arg(long, help = setting(Setting::OuterMomentum, "Nesterov momentum of the outer optimizer"))]
     outer_momentum: Option<f64>,
-    #[arg(long, help = setting(Setting::Fragments, "Parts of the model that are synchronised in turn"))]
+    #[arg(long, help = setting(Setting::Fragments, "Number of fragments, parts of the model that are synchronised one after another"))]
     fragments: Option<usize>,
-    #[arg(long, value_name = "STEPS", help = setting(Setting::OverlapSteps, "Steps from the start of a fragment's average until it is applied"))]
+    #[arg(long, value_name = "STEPS", help = setting(Setting::OverlapSteps, "Training steps between starting a fragment's average and applying it"))]
     overlap_steps: Option<u64>,
-    #[arg(long, value_name = "SHARE", help = setting(Setting::Mixing, "Share of a rank's own parameters in what it goes on with"))]
+    #[arg(long, value_name = "SHARE", help = setting(Setting::Mixing, "Weight of a rank's own parameters when a synchronised fragment is \
+        applied: 0 replaces them by the synchronised ones, 1 keeps them"))]
     mixing: Option<f64>,
-    #[arg(long, value_name = "SHARE", help = setting(Setting::SpartaShare, "Share of all parameters that are averaged in a step"))]
+    #[arg(long, value_name = "SHARE", help = setting(Setting::SpartaShare, "Share of all parameters, chosen at random, that is averaged in \
+        each step"))]
     sparta_share: Option<f64>,
-    #[arg(long, value_name = "STEPS", help = setting(Setting::Staleness, "Steps by which a worker may be ahead of the slowest; 0 for as ps"))]
+    #[arg(long, value_name = "STEPS", help = setting(Setting::Staleness, "Most steps that a worker may be ahead of the slowest worker; \
+        with 0 all workers wait for each other in every step, as with ps"))]
     staleness: Option<u64>,
-    /// Multiplies the loss before the backward pass, to study what small gradients do.
+    /// Factor by which the loss is multiplied before the backward pass, for experiments with small gradients.
     #[arg(long, default_value_t = 1.0)]
     loss_factor: f64,
-    /// Independent channels between each pair of ranks. [default: 2; for async-ps as many as ranks]
+    /// Lanes, independent channels between each pair of ranks. [default: 2; for async-ps the number of ranks]
     #[arg(long)]
     lanes: Option<usize>,
-    /// What a rank does while it waits for others: park (sleep), adaptive, busy (for ranks with a core each).
+    /// What a rank does while it waits for others: park (sleep), adaptive (poll for at most 50 µs, then sleep), busy (poll all the time, for ranks
+    /// that have a core each).
     #[arg(long, default_value_t)]
     waiting: Waiting,
-    /// Congestion control of TCP, by its kernel name, or of QUIC: cubic, bbr, reno, auto or fixed:BYTES. [default: the kernel's; auto]
+    /// Congestion control: of TCP by its kernel name, of QUIC cubic, bbr, reno, auto or fixed:BYTES. [default: the kernel's for TCP, auto for QUIC]
     #[arg(long)]
     congestion: Option<String>,
     /// QUIC's largest datagram, in bytes of UDP payload. [default: what the interface carries]
     #[arg(long)]
     quic_mtu: Option<u16>,
-    /// Leave out the gate before ZeroMQ: anyone who can reach a port can then end a rank while it connects.
+    /// Leave out the gate, which lets only ranks of the job reach ZeroMQ's ports. Without it anyone who can reach a port can end a rank while it
+    /// connects.
     #[arg(long)]
     no_gate: bool,
-    /// Where this rank's listeners are bound and the others reach it: an address, or interfaces as NCCL writes them: prefixes (eth,ib), whole
-    /// names (=eth0), or those that are not meant (^docker). [default: COMM_IFNAME, or the address by which it reaches rank 0]
+    /// Address on which this rank listens and others reach it, or interfaces as in NCCL_SOCKET_IFNAME: prefixes of names (eth,ib), whole names
+    /// (=eth0), or names to leave out (^docker). [default: COMM_IFNAME, or the address by which it reaches rank 0]
     #[arg(long, value_name = "ADDRESS|INTERFACES")]
     bind: Option<Bind>,
-    /// Seconds that an operation may take, and a step of the slowest worker of async-ps. Ranks wait for each other at the start for a second more for each MiB of text, which some may have
-    /// to encode first, or each 64 MiB of token shards.
+    /// Seconds that an operation may take, and for async-ps a step of the slowest worker. At the start, ranks wait for each other longer, because
+    /// some may have to encode the text first: one second more for each MiB of text or each 64 MiB of token shards.
     #[arg(long, default_value_t = 120.0)]
     timeout: f64,
-    /// Run without a secret, where the launcher gives none: anyone who can connect to the ranks can then join or end the job.
+    /// Run without a secret if the launcher gives none. Anyone who can connect to the ranks can then join or end the job.
     #[arg(long)]
     insecure: bool,
-    /// Seconds without a sign of life after which a rank counts as lost; one whose process ends is noticed at once.
+    /// Seconds without a heartbeat after which a rank counts as lost. The end of a rank's process is noticed at once.
     #[arg(long, default_value_t = 30.0)]
     liveness: f64,
-    /// Seconds after which an operation that goes on is reported, with the ranks that hold it up.
+    /// Seconds after which an operation that has not finished is reported, with the ranks that it waits for.
     #[arg(long, default_value_t = 30.0)]
     stall_after: f64,
-    /// Compare all ranks' calls before every operation.
+    /// Check before every operation that all ranks have called the same one.
     #[arg(long)]
     checked: bool,
-    /// Search what each rank contributes for NaN and infinities, and stop with the rank, the bucket and the index. Not with loss scaling,
-    /// which lives on overflows.
+    /// Search what each rank contributes to an operation for NaN and infinities. If there is one, the run ends and names rank, bucket and index. Not
+    /// with loss scaling, under which gradients are expected to overflow at times.
     #[arg(long)]
     check_finite: bool,
-    /// Threads that compute, in each rank. [default: the machine's cores divided by the ranks on it]
+    /// Compute threads of each rank. [default: the machine's cores divided by the ranks on it]
     #[arg(long)]
     threads: Option<usize>,
-    /// Device that computes: cpu, cuda or cuda:N, wgpu or wgpu:N, in a build with that feature; `gpt2 devices` lists the numbers.
-    /// In a build with `kernel-cache` (which `cuda` includes), compiled kernels are kept in $XDG_CACHE_HOME/isocomm or ~/.cache/isocomm;
-    /// a cubecl.toml, or a burn.toml with a section cubecl, here or in a folder above replaces this default.
+    /// Device that computes: cpu, cuda or cuda:N, wgpu or wgpu:N; the last two need a build with that feature. `gpt2 devices` lists the numbers N. A
+    /// build with the feature `kernel-cache` (which `cuda` includes) keeps compiled kernels in $XDG_CACHE_HOME/isocomm or ~/.cache/isocomm, unless a
+    /// cubecl.toml, or a burn.toml with a section cubecl, in this folder or one above says otherwise.
     #[arg(long, default_value_t)]
     device: DeviceChoice,
-    /// Validate every so many steps, and at the end; 0 for never. [default: a quarter of --steps]
+    /// Steps between two validations; the last step is also followed by one. 0 turns validation off. [default: a quarter of --steps]
     #[arg(long)]
     eval_every: Option<u64>,
-    /// Validation batches of --batch sequences, at most.
+    /// Most batches, of --batch sequences each, that a validation uses.
     #[arg(long, default_value_t = 20)]
     eval_batches: usize,
     #[command(flatten)]
     watch: WatchArgs,
-    /// Folder for the weights (model.safetensors, the files by which Hugging Face's transformers open it, and best.safetensors of the best
-    /// validation), the steps (steps.jsonl), TensorBoard's event file and the checkpoints of --save-every. One that holds an earlier run is
-    /// refused, unless that goes on by --resume.
+    /// Folder for the results: the weights (model.safetensors, with the files that Hugging Face's transformers need to open it; best.safetensors has
+    /// the weights of the best validation), the steps (steps.jsonl), TensorBoard's event file, and the checkpoints of --save-every. A folder that
+    /// holds an earlier run is refused, unless --resume continues that run.
     #[arg(long, default_value = "out")]
     out: PathBuf,
-    /// Replace an earlier run in --out: its files are removed when all ranks are there, before the first step.
+    /// Replace an earlier run in --out. Its files are removed before the first step, once all ranks have met.
     #[arg(long, overrides_with = "overwrite")]
     overwrite: bool,
-    /// Save the whole state of the run every so many steps, from which --resume goes on; 0 for never. It goes to checkpoints/step-N in --out,
-    /// which all ranks must share. Also without it, SIGTERM and SIGUSR1 have all ranks finish their step, save it, and end with exit code 85;
-    /// ranks that train by themselves for a time do so when they synchronise, validate or save next. For a checkpoint the workers of async-ps
-    /// wait for the slowest.
+    /// Steps between two checkpoints of the whole state, from which --resume continues; 0 saves none. They are written to checkpoints/step-N in
+    /// --out, a folder that all ranks must share. SIGTERM or SIGUSR1 makes all ranks finish their step, save a checkpoint and end with exit code 85,
+    /// even if this is 0; with local-sgd, diloco, streaming-diloco and sparta this happens at the next synchronisation, validation or checkpoint.
+    /// With async-ps the workers wait for the slowest worker before a checkpoint is saved.
     #[arg(long, default_value_t = 0)]
     save_every: u64,
-    /// Checkpoints of the whole state that are kept: the newest.
+    /// Number of newest checkpoints of the whole state that are kept; older ones are removed.
     #[arg(long, default_value_t = 2)]
     keep: usize,
-    /// Go on from a checkpoint of the whole state: its folder, the folder of a run, latest for the newest in --out, or auto for the newest in
-    /// --out, if there is one, and else from the beginning (with --overwrite where a run that was interrupted before its first checkpoint may
-    /// be replaced): the command of a job that its scheduler may start again. Give the
-    /// same options as for that run, without --init-from (which goes with auto). These may differ: ranks, --strategy and its options, --transport
-    /// and what concerns it, --wire, --precision, --loss-scale, --accumulation, --recompute, --threads, --device, --out, --eval-every,
-    /// --eval-batches, --save-every, --keep. With the same ranks, strategy and types the result is that of a run which was never
-    /// interrupted, to the last bit, unless it is of async-ps with a bound of staleness, whose results differ in any case. Where ranks had
-    /// parameters of their own and there are others now, all go on with their mean.
+    /// Continue from a checkpoint of the whole state. DIR is the folder of a checkpoint or of a run, whose newest checkpoint is taken; latest is the
+    /// newest checkpoint in --out. auto does the same, but starts from the beginning if there is no checkpoint yet, so that a scheduler can repeat
+    /// one command; add --overwrite if it may replace a run that was interrupted before its first checkpoint. Give the same options as for the
+    /// earlier run, but not --init-from (which is allowed with auto). These may differ: the number of ranks, --strategy and its options, --transport
+    /// and its options, --wire, --precision, --loss-scale, --accumulation, --recompute, --threads, --device, --out, --eval-every, --eval-batches,
+    /// --save-every, --keep. With the same number of ranks, strategy and types the result is bit-identical to that of an uninterrupted run; except
+    /// for async-ps with a --staleness above 0, where no two runs are alike. If each rank had parameters of its own, and the number of ranks or the
+    /// strategy is another one now, all ranks continue with the mean of those parameters.
     #[arg(long, value_name = "DIR|latest|auto", overrides_with = "resume")]
     resume: Option<PathBuf>,
-    /// When a rank dies, start all ranks again from the last checkpoint, or from the beginning where there is none, at most this many
-    /// times.
-    /// For processes that this program starts; a launcher such as srun has to do that itself, with --resume auto.
+    /// When a rank dies, start all ranks again from the last checkpoint, or from the beginning if there is none; at most this many times. Only for
+    /// ranks that this program starts itself; a launcher such as srun has to restart its ranks, with --resume auto.
     #[arg(long, default_value_t = 0)]
     max_restarts: u64,
     /// Restarts before this one, for the summary.
@@ -303,7 +308,8 @@ pub(super) struct TrainArgs {
 
 /// The help text of `--strategy`.
 fn strategies() -> String {
-    format!("Who averages gradients and updates parameters: {}", StrategyKind::names(", "))
+    format!("How ranks share a training step: {}. The pages \"Strategies\" and \"Strategies for slow networks\" of the book describe \
+        them", StrategyKind::names(", "))
 }
 
 /// The help text of an option that some strategies have.
@@ -345,8 +351,8 @@ fn begin(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliErro
             }
             if args.max_restarts > 0 && job.source != Source::Launch {
                 return Err(format!(
-                    "--max-restarts concerns ranks that this program starts, and these are started by {}: let that start them again, with \
-                     --resume auto",
+                    "--max-restarts is for ranks that this program starts, and these were started by {}; leave it out, and have the \
+                     launcher restart them, with --resume auto",
                     job.source
                 )
                 .into());
@@ -449,7 +455,8 @@ impl EarlierRun {
                 None => "no checkpoint".to_owned(),
             };
             return Err(Passing(format!(
-                "--out {}: another run has written there while this one began, which was to go on from {} and would now from {}; start it again",
+                "--out {}: another run wrote to it while this one was starting; the checkpoint to continue from was {} and is now {}; \
+                 start this run again",
                 args.out.display(),
                 of(self),
                 of(&now)
@@ -492,7 +499,7 @@ fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliErro
     earlier.fate.check(&args.out)?;
     if is_threads(args.transport) && args.max_restarts > 0 {
         return Err(format!(
-            "--max-restarts concerns ranks that are processes, not the threads of --transport {}; choose another transport",
+            "--max-restarts is for ranks that are processes, and with --transport {} they are threads; choose another transport",
             args.transport
         )
         .into());
@@ -562,7 +569,8 @@ fn check_nproc(nproc: usize, job: &Job, ranks_here: Option<usize>) -> Result<(),
         _ => String::new(),
     };
     Err(format!(
-        "--nproc {nproc} contradicts the environment: {} say that this is rank {} of {}{here}. To start {nproc} rank(s) here, unset these variables: env -u {rank} gpt2 train ...; to be that rank, leave out --nproc.{hint}",
+        "--nproc {nproc} contradicts the environment, where {} say that this process is rank {} of {}{here}. To start {nproc} rank(s) \
+         here, unset these variables: env -u {rank} gpt2 train ...; to run as that rank, leave out --nproc.{hint}",
         job.source, job.rank, job.world_size
     )
     .into())
@@ -701,19 +709,19 @@ impl Prepared {
             serde_json::to_value(&self.config).map_or_else(|_| Vec::new(), |now| saved.state().changes(&now, ranks));
         let TrainConfig { strategy, options, .. } = &self.config;
         let how = match (changes.is_empty(), strategy.is_repeatable(options.local.staleness)) {
-            (true, true) => "to the last bit as if nothing had been, on the same kind of device".to_owned(),
+            (true, true) => "bit-identical to an uninterrupted run on the same kind of device".to_owned(),
             (true, false) => format!(
-                "with all gradients applied and no staleness; what follows depends on which gradients arrive first, as in every run of \
-                 {strategy} with --staleness {}",
+                "with all gradients applied; as in every run of {strategy} with --staleness {}, what follows depends on the order in which \
+                 gradients arrive",
                 options.local.staleness
             ),
             (false, _) if self.is_one_device() && is_one_device(saved) => {
-                format!("resharded, and equal within rounding ({})", changes.join("; "))
+                format!("resharded; equal to the earlier run up to rounding ({})", changes.join("; "))
             }
-            (false, _) => format!("and from here on another run ({})", changes.join("; ")),
+            (false, _) => format!("not equal to the earlier run from here on ({})", changes.join("; ")),
         };
         let elsewhere = self.moved(saved, ranks).map_or(String::new(), |moved| format!("\nresume: {moved}"));
-        format!("\nresume: {} after step {step} of {}, {how}{elsewhere}", saved.folder().display(), self.config.steps)
+        format!("\nresume: {}, after step {step} of {}, {how}{elsewhere}", saved.folder().display(), self.config.steps)
     }
 
     /// Whether the run computes what one device computes, but for rounding.
@@ -728,11 +736,11 @@ impl Prepared {
         let mut moved = Vec::new();
         // One rank has nobody to send to.
         if state.ranks > 1 && ranks > 1 && state.transport != transport {
-            moved.push(format!("transport {} then, {transport} now", state.transport));
+            moved.push(format!("the transport was {} and is {transport} now", state.transport));
         }
         // Earlier versions did not say it.
         if let Some(then) = state.device.as_deref().filter(|then| *then != device) {
-            moved.push(format!("device {then} then, {device} now, whose arithmetic differs in the last bits"));
+            moved.push(format!("the device was {then} and is {device} now; results differ by rounding"));
         }
         (!moved.is_empty()).then(|| moved.join("; "))
     }
@@ -752,8 +760,8 @@ fn check_saving(args: &TrainArgs) -> Result<(), CliError> {
     let named = args.resume.as_ref().filter(|resume| !folder::is_auto(resume));
     if let (Some(init_from), Some(resume), 0) = (&args.init_from, named, args.restarts) {
         return Err(format!(
-            "--init-from {} does not go with --resume {}, which has the weights, the size and the tokenizer of the run that goes on; leave \
-             out --init-from to go on, or --resume to begin anew",
+            "--init-from {} cannot be combined with --resume {}, which restores weights, model size and tokenizer; leave out --init-from \
+             to continue that run, or --resume to begin a new one",
             init_from.display(),
             resume.display()
         )
@@ -770,8 +778,8 @@ fn check_restarts_from(args: &TrainArgs) -> Result<(), CliError> {
         return Ok(());
     }
     Err(format!(
-        "--max-restarts: the weights of --init-from {} lie in --out {} and are replaced there, so that nothing could be started again from \
-         them; give another folder",
+        "--max-restarts: the weights of --init-from {} are in --out {}, where this run replaces them, so a restart could not read them; \
+         give another --out",
         init_from.display(),
         args.out.display()
     )
@@ -794,7 +802,7 @@ fn keep(args: &TrainArgs, resume: Option<Saved>) -> Keep {
 /// Refuses numbers of ranks, and what does not go with them, of the strategy and the transports.
 fn check_ranks(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<(), CliError> {
     if ranks == 0 || ranks_here == 0 {
-        return Err("--nproc 0: at least 1 rank must train".into());
+        return Err("--nproc 0: at least 1 rank is needed".into());
     }
     if args.strategy == StrategyKind::Single && ranks != 1 {
         return Err(format!("--strategy single trains on 1 rank, not on {ranks}; choose another strategy").into());
@@ -807,8 +815,8 @@ fn check_ranks(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<(), 
     }
     if let Some(inside) = args.node_transport.filter(|inside| is_threads(*inside) != is_threads(args.transport)) {
         return Err(format!(
-            "--node-transport {inside} does not go with --transport {}: ranks are threads of one process with both of them {}, \
-             else processes",
+            "--node-transport {inside} cannot be combined with --transport {}: with {} ranks are threads of one process, with all others \
+             processes; give both options {}, or neither",
             args.transport,
             TransportKind::LOCAL
         )
@@ -816,7 +824,7 @@ fn check_ranks(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<(), 
     }
     if args.dedicated_server && (args.strategy != StrategyKind::Ps || ranks == 1) {
         return Err(format!(
-            "--dedicated-server concerns --strategy ps on at least 2 ranks, not {} on {ranks}",
+            "--dedicated-server is for --strategy ps on at least 2 ranks, not for {} on {ranks}",
             args.strategy
         )
         .into());
@@ -839,7 +847,7 @@ fn check_numbers(args: &TrainArgs) -> Result<(), CliError> {
         }
     }
     if !(0.0..1.0).contains(&args.dropout) {
-        return Err(format!("--dropout {} must lie between 0 and below 1", args.dropout).into());
+        return Err(format!("--dropout {} must be at least 0 and below 1", args.dropout).into());
     }
     args.watch.check()?;
     if !(args.clip.is_finite() && args.clip >= 0.0) {
@@ -863,20 +871,20 @@ fn check_counts(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<(),
     let lanes = lanes(args, ranks);
     if args.lanes.is_none() && lanes > MAX_LANES {
         return Err(format!(
-            "--strategy {} takes at most {MAX_LANES} ranks, not {ranks}: it needs a lane for each, and there are no more lanes",
+            "--strategy {} can have at most {MAX_LANES} ranks, not {ranks}: it needs a lane for each rank, and there are at most {MAX_LANES} lanes",
             args.strategy
         )
         .into());
     }
     if lanes == 0 || lanes > MAX_LANES {
-        return Err(format!("--lanes {lanes} must lie between 1 and {MAX_LANES}").into());
+        return Err(format!("--lanes {lanes} must be from 1 to {MAX_LANES}").into());
     }
     args.strategy.check_lanes(lanes, ranks)?;
     if ranks_here > MAX_RANKS_HERE {
-        return Err(format!("{ranks_here} ranks on one machine are more than {MAX_RANKS_HERE}; see --nproc").into());
+        return Err(format!("{ranks_here} ranks on one machine, and at most {MAX_RANKS_HERE} are possible; see --nproc").into());
     }
     if args.threads.is_some_and(|threads| threads == 0 || threads > MAX_THREADS) {
-        return Err(format!("--threads must lie between 1 and {MAX_THREADS}").into());
+        return Err(format!("--threads must be from 1 to {MAX_THREADS}").into());
     }
     Ok(())
 }
@@ -886,7 +894,7 @@ fn optimizer(args: &TrainArgs) -> Result<OptimizerConfig, CliError> {
     let of_moments =
         [("--beta1", args.beta1.is_some()), ("--beta2", args.beta2.is_some()), ("--epsilon", args.epsilon.is_some())];
     if let Some((name, _)) = of_moments.iter().find(|(_, given)| *given && !args.optimizer.has_moments()) {
-        return Err(format!("{name} concerns optimizers that keep moments, not --optimizer {}", args.optimizer).into());
+        return Err(format!("{name} is for optimizers that keep moments (adamw, lamb), not for --optimizer {}", args.optimizer).into());
     }
     let usual = OptimizerConfig::of(args.optimizer);
     let optimizer = OptimizerConfig {
@@ -912,8 +920,8 @@ fn types(args: &TrainArgs) -> Result<(Precision, LossScaling), CliError> {
     loss_scaling.validate().map_err(|error| format!("--loss-scale: {error}"))?;
     if args.check_finite && loss_scaling != LossScaling::Off {
         return Err(format!(
-            "--check-finite does not go with --loss-scale {loss_scaling}, by which gradients overflow now and then and steps are \
-             skipped; leave out --check-finite, or give --loss-scale off"
+            "--check-finite cannot be combined with --loss-scale {loss_scaling}, under which gradients overflow at times and their steps \
+             are skipped; leave out --check-finite, or give --loss-scale off"
         )
         .into());
     }
@@ -928,8 +936,8 @@ fn check_compression(args: &TrainArgs, wire: Precision, scaling: LossScaling, ra
     options.check_scaling(strategy, scaling)?;
     if compress.is_on() && args.check_finite {
         return Err(format!(
-            "--check-finite looks at numbers that travel, and with --compress {compress} most of what travels is none; leave out one of \
-             them"
+            "--check-finite searches the numbers that are sent, and with --compress {compress} most of what is sent is not floating-point \
+             numbers; leave out one of the two"
         )
         .into());
     }
@@ -940,7 +948,7 @@ fn check_compression(args: &TrainArgs, wire: Precision, scaling: LossScaling, ra
 fn learning_rate(args: &TrainArgs) -> Result<LearningRate, CliError> {
     let floor = args.min_lr.unwrap_or(args.lr / 10.0);
     if !(0.0..=args.lr).contains(&floor) {
-        return Err(format!("--min-lr {floor} must lie between 0 and --lr {}", args.lr).into());
+        return Err(format!("--min-lr {floor} must be between 0 and --lr {}", args.lr).into());
     }
     let warmup = args.warmup.unwrap_or_else(|| (args.steps / 20).min(100));
     if warmup >= args.steps && args.warmup.is_some() {
@@ -1000,11 +1008,11 @@ fn local_options(args: &TrainArgs) -> Result<LocalOptions, CliError> {
         (Setting::Staleness, args.staleness.is_some()),
     ];
     if let Some((setting, _)) = given.into_iter().find(|(setting, given)| *given && !args.strategy.has(*setting)) {
-        return Err(format!("--{setting} concerns --strategy {}, not {}", setting.strategies(), args.strategy).into());
+        return Err(format!("--{setting} is for --strategy {}, not for {}", setting.strategies(), args.strategy).into());
     }
     if args.no_overlap && !args.strategy.spec().is_one_device {
         return Err(format!(
-            "--no-overlap concerns communication beside the backward pass, of which --strategy {} has none",
+            "--no-overlap is for strategies that communicate during the backward pass, which --strategy {} does not do; leave it out",
             args.strategy
         )
         .into());
@@ -1032,14 +1040,14 @@ fn load(args: &TrainArgs, tokenizer: Option<Tokenizer>, verbosity: Verbosity) ->
                 (resume, _) => format!("--resume {}", resume.as_deref().unwrap_or(&args.out).display()),
             };
             return Err(format!(
-                "--tokenizer {asked}: the weights of {whose} belong to the tokenizer {}; leave out --tokenizer",
+                "--tokenizer {asked}: the weights of {whose} were trained with the tokenizer {}; leave out --tokenizer",
                 own.kind()
             )
             .into());
         }
         (None, None, Some(path)) => {
             return Err(format!(
-                "--init-from {}: nothing there says which tokenizer its model has; name it (--tokenizer)",
+                "--init-from {}: its files do not name the model's tokenizer; name it with --tokenizer",
                 path.display()
             )
             .into());
@@ -1087,7 +1095,7 @@ fn ranks_per_node(args: &TrainArgs) -> Result<usize, CliError> {
         return match (args.ranks_per_node, args.node_transport) {
             (None, None) => Ok(0),
             _ => Err(format!(
-                "--ranks-per-node and --node-transport concern --strategy hierarchical and hsdp, not {}",
+                "--ranks-per-node and --node-transport are for --strategy hierarchical and hsdp, not for {}",
                 args.strategy
             )
             .into()),
@@ -1142,8 +1150,7 @@ pub(super) fn check_tensors(device: DeviceChoice, limit: u64, model: &ModelConfi
     let bytes = values as u64 * 4;
     if bytes > limit {
         return Err(format!(
-            "--device {device}: the {what} need {:.0} MiB in one buffer, and this device allows {:.0}; choose another \
-             device{advice}",
+            "--device {device}: the {what} need {:.0} MiB in one buffer, and this device allows {:.0} MiB; choose another device{advice}",
             bytes as f64 / (1 << 20) as f64,
             limit as f64 / (1 << 20) as f64
         )

@@ -32,7 +32,7 @@ impl Begun {
         let state = saved.state();
         let unreadable = |error: serde_json::Error| SavedError::Foreign {
             path: saved.folder().into(),
-            detail: format!("the model that it began with: {error}"),
+            detail: format!("the model that it started from: {error}"),
         };
         let initial = serde_json::from_value::<Option<InitialWeights>>(state.config["initial"].clone());
         let Some(initial) = initial.map_err(unreadable)? else { return Ok(None) };
@@ -55,7 +55,7 @@ impl Start {
                 ModelConfig { block_size: stored.config().block_size, ..preset.config(stored.config().vocab_size) };
             if wanted != *stored.config() {
                 return Err(format!(
-                    "--preset {preset} is another size than that of --init-from {}; leave out --preset",
+                    "--preset {preset} has another size than the model of --init-from {}; leave out --preset",
                     path.display()
                 )
                 .into());
@@ -112,7 +112,7 @@ impl Start {
                 format!("from {} after {} steps", stored.path().display(), stored.step())
             }
             Start::Stored(stored) => format!("from {}", stored.path().display()),
-            Start::Saved(begun) => format!("begun from {}", begun.initial.path.display()),
+            Start::Saved(begun) => format!("started from {}", begun.initial.path.display()),
         }
     }
 }

@@ -11,15 +11,16 @@ use crate::trainer::Restarts;
 
 #[derive(Clone, Debug, Args)]
 pub(super) struct WatchArgs {
-    /// Print every so many steps.
+    /// Steps between two printed lines.
     #[arg(long, default_value_t = 10)]
     pub(super) log_every: u64,
-    /// Answer HTTP on rank 0: /metrics in Prometheus' text format, and /health, which is 503 when no step has ended for long. For the first step
-    /// of a start, also a restart, it allows 30 minutes until training begins, and 30 minutes from there. Whoever can reach the port can read
-    /// it; port 0 takes a free one, which is printed.
+    /// Address and port on which rank 0 answers HTTP: /metrics, in Prometheus' text format, and /health, which answers 503 if no step has ended for
+    /// too long (see --unhealthy-after). After each start or restart, 30 minutes are allowed until training begins, and 30 minutes more for the first
+    /// step. Anyone who can reach the port can read this. Port 0 takes a free port, which is printed.
     #[arg(long, value_name = "ADDR:PORT")]
     metrics: Option<SocketAddr>,
-    /// Usual times of a step without one after which /health says so, but never less than 10 s. Validations and checkpoints count too.
+    /// How long, as a multiple of the usual step time, no step may end before /health answers 503; at least 10 s. Time for validations and
+    /// checkpoints counts as well.
     #[arg(long, value_name = "TIMES", default_value_t = 20.0)]
     unhealthy_after: f64,
 }
@@ -30,7 +31,7 @@ impl WatchArgs {
         if (1.0..=1e6).contains(&self.unhealthy_after) {
             return Ok(());
         }
-        Err(format!("--unhealthy-after {} must lie between 1 and a million", self.unhealthy_after).into())
+        Err(format!("--unhealthy-after {} must be from 1 to 1000000", self.unhealthy_after).into())
     }
 
     /// # Errors
