@@ -102,7 +102,7 @@ impl FromStr for ShortSequences {
         let read = |(tokens, steps): (&str, &str)| Some((tokens.parse().ok()?, steps.parse().ok()?));
         match text.split_once('x').and_then(read) {
             Some((tokens, steps)) if tokens > 0 => Ok(ShortSequences { tokens, steps }),
-            _ => Err(format!("`{text}` is no TOKENSxSTEPS, such as 128x900 for 128 tokens in the first 900 steps")),
+            _ => Err(format!("`{text}` is not of the form TOKENSxSTEPS, such as 128x900 for 128 tokens in the first 900 steps")),
         }
     }
 }
@@ -141,11 +141,11 @@ pub enum BatchError {
     /// Less data than one global batch, also the case of more ranks than data; with [`LastBatch::Join`] less than one
     /// window.
     #[error(
-        "the training part of {origin} has {tokens} tokens, which make {windows} windows of {block_size}; {needs} \
-         needs {needed} tokens. Give a longer corpus, a shorter block or a smaller global batch (and with it fewer \
-         ranks: each takes at least one row)", needs = match last_batch {
-            LastBatch::Drop => format!("a global batch of {global_batch} rows"),
-            LastBatch::Join => "one row".into(),
+        "the training part of {origin} has {tokens} tokens, enough for {windows} sequences of {block_size}; {needs} needs {needed} tokens. \
+         Give a longer text, shorter sequences (--block-size) or a smaller batch (--batch, which needs at least one sequence for each \
+         rank)", needs = match last_batch {
+            LastBatch::Drop => format!("a global batch of {global_batch} sequences"),
+            LastBatch::Join => "one sequence".into(),
         }
     )]
     TooShort {
@@ -166,8 +166,8 @@ pub enum BatchError {
     },
     /// Too few held-out tokens.
     #[error(
-        "the validation part of {origin} has {tokens} tokens, too few for one window of {block_size}, which takes {}; give \
-         a longer corpus or a shorter block, or leave validation out", block_size.saturating_add(1)
+        "the validation part of {origin} has {tokens} tokens, too few for one sequence of {block_size}, which needs {}; give a longer text \
+         or shorter sequences (--block-size), or turn validation off (--eval-every 0)", block_size.saturating_add(1)
     )]
     ValidationTooShort {
         /// The corpus.
@@ -185,8 +185,8 @@ pub enum BatchError {
     },
     /// A batch that does not divide evenly.
     #[error(
-        "a global batch of {global_batch} rows cannot be shared evenly by {world} ranks in {accumulation} \
-         micro-steps; make it a multiple of {}", world.saturating_mul(*accumulation)
+        "a global batch of {global_batch} sequences cannot be divided evenly among {world} ranks and {accumulation} micro-steps; give a \
+         multiple of {}", world.saturating_mul(*accumulation)
     )]
     Uneven {
         /// Rows of a step.
@@ -197,7 +197,7 @@ pub enum BatchError {
         accumulation: usize,
     },
     /// A rank that there is not.
-    #[error("rank {rank} was asked for among {world} ranks; ranks count from 0")]
+    #[error("rank {rank} does not exist: there are {world} ranks, numbered from 0")]
     NoSuchRank {
         /// The rank.
         rank: usize,
@@ -205,7 +205,7 @@ pub enum BatchError {
         world: usize,
     },
     /// A micro-step that there is not.
-    #[error("micro-step {micro_step} was asked for of {accumulation}; micro-steps count from 0")]
+    #[error("micro-step {micro_step} does not exist: there are {accumulation}, numbered from 0")]
     NoSuchMicroStep {
         /// The micro-step.
         micro_step: usize,

@@ -63,7 +63,7 @@ pub enum CheckpointError {
     },
     /// The bytes are no complete safetensors file.
     #[error(
-        "checkpoint {}: not a whole safetensors file (truncated, or of another kind?): {detail}",
+        "checkpoint {}: not a complete safetensors file (cut off, or a file of another kind?): {detail}",
         path.display()
     )]
     Format {
@@ -73,7 +73,7 @@ pub enum CheckpointError {
         detail: String,
     },
     /// A valid file without what a GPT-2 of this program or of Hugging Face's libraries has.
-    #[error("checkpoint {}: {detail}; is it a GPT-2 that this trainer or Hugging Face's transformers saved?", path.display())]
+    #[error("checkpoint {}: {detail}; is it a GPT-2 that this program or Hugging Face's transformers saved?", path.display())]
     Foreign {
         /// The file.
         path: PathBuf,
@@ -81,7 +81,7 @@ pub enum CheckpointError {
         detail: String,
     },
     /// A GPT-2 with something that this program's does not have.
-    #[error("checkpoint {}: {detail}; this program does not have that", path.display())]
+    #[error("checkpoint {}: {detail}, which this program does not support", path.display())]
     Unsupported {
         /// The file.
         path: PathBuf,
@@ -89,7 +89,7 @@ pub enum CheckpointError {
         detail: String,
     },
     /// A run of longer sequences than the model has positions.
-    #[error("checkpoint {}: it has {has} positions, fewer than the {wanted} of --block-size", path.display())]
+    #[error("checkpoint {}: it has {has} positions, fewer than --block-size {wanted}; give at most {has}", path.display())]
     TooFewPositions {
         /// The file.
         path: PathBuf,
@@ -262,7 +262,7 @@ pub(crate) fn keep_as(saved: &Path, other: &Path) -> Result<(), CheckpointError>
     let temporary = temporary(other);
     match fs::remove_file(&temporary) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            return Err(io(other, "cannot remove what was left beside it", error));
+            return Err(io(other, "cannot remove a file that an earlier save left beside it", error));
         }
         _ => {}
     }

@@ -29,7 +29,7 @@ pub const LAYER_NORM_EPSILON: f64 = 1e-5;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
     /// A size is zero or beyond what the trainer addresses.
-    #[error("model config: {name} is {value}, it must lie in 1..={max}")]
+    #[error("model config: {name} is {value}; it must be from 1 to {max}")]
     OutOfRange {
         /// Which size.
         name: &'static str,
@@ -40,7 +40,7 @@ pub enum ConfigError {
     },
     /// The heads do not share the width evenly.
     #[error(
-        "model config: a width (n_embd) of {n_embd} cannot be shared evenly by {n_head} heads; make n_embd a multiple of n_head"
+        "model config: a width (n_embd) of {n_embd} cannot be divided evenly among {n_head} heads; make n_embd a multiple of n_head"
     )]
     HeadsDoNotDivideWidth {
         /// Width of the residual stream.

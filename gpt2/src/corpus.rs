@@ -160,7 +160,7 @@ pub enum CorpusError {
         path: PathBuf,
     },
     /// The operating system refused.
-    #[error("cannot read {}: {source}; check the permissions and that the disk is there", path.display())]
+    #[error("cannot read {}: {source}; check its permissions, and that the disk is mounted", path.display())]
     Read {
         /// The file or folder.
         path: PathBuf,
@@ -168,13 +168,13 @@ pub enum CorpusError {
         source: std::io::Error,
     },
     /// A pipe, a device or the like.
-    #[error("{} is not a regular file; copy its contents to one first", path.display())]
+    #[error("{} is not a regular file; copy its contents to a regular file first", path.display())]
     NotAFile {
         /// The path.
         path: PathBuf,
     },
     /// A folder without anything to read.
-    #[error("{} holds no .txt, .md or .bin file; give the folder that does, or name one file", path.display())]
+    #[error("{} holds no .txt, .md or .bin file; give a folder that holds some, or a file", path.display())]
     NothingInFolder {
         /// The folder.
         path: PathBuf,
@@ -186,7 +186,7 @@ pub enum CorpusError {
         path: PathBuf,
     },
     /// Generated text of no length.
-    #[error("a synthetic text of 0 bytes was asked for; ask for at least a few thousand")]
+    #[error("a synthetic text cannot have 0 bytes; give at least a few thousand")]
     EmptySynthetic,
     /// The tokenizer cannot take the text.
     #[error("cannot encode {origin}: {source}")]
@@ -198,8 +198,7 @@ pub enum CorpusError {
     },
     /// Shards hold ids of GPT-2 and no other tokenizer.
     #[error(
-        "{} is read as GPT-2 token ids, which the {kind} tokenizer does not share; use the `gpt2` tokenizer or give \
-         the text itself",
+        "{} is read as GPT-2 token ids, which the tokenizer `{kind}` cannot use; use the tokenizer `gpt2`, or give the text itself",
         path.display()
     )]
     ShardTokenizer {
@@ -210,8 +209,8 @@ pub enum CorpusError {
     },
     /// Shards beside nanoGPT's table of another vocabulary.
     #[error(
-        "the shards in {} come with a meta.pkl, so their ids are not GPT-2's; give the text itself (input.txt) with \
-         the `chars` tokenizer",
+        "the shards in {} have a meta.pkl beside them, so their ids are not GPT-2's; give the text itself (input.txt) with the tokenizer \
+         `chars`",
         path.display()
     )]
     OtherVocabulary {
@@ -232,8 +231,8 @@ pub enum CorpusError {
     },
     /// Neither layout.
     #[error(
-        "{} starts with {found}: neither a shard of llm.c with GPT-2 ids (magic 20240520) nor bare 16-bit GPT-2 ids \
-         as nanoGPT writes them; write it again with the GPT-2 tokenizer",
+        "{} starts with {found}: it is neither a shard of llm.c with GPT-2 ids (magic number 20240520) nor a file of 16-bit GPT-2 ids \
+         without a header, as nanoGPT writes them; write it again with the GPT-2 tokenizer",
         path.display()
     )]
     BadMagic {
@@ -244,7 +243,7 @@ pub enum CorpusError {
     },
     /// A layout of llm.c that is not read here.
     #[error(
-        "{} has version {found} of llm.c's layout, and only 1 (16-bit GPT-2 ids) is read; write it again with that",
+        "{} has version {found} of llm.c's layout; only version 1 (16-bit GPT-2 ids) can be read, so write it again with that version",
         path.display()
     )]
     BadVersion {
@@ -283,7 +282,7 @@ pub enum CorpusError {
         vocab: usize,
     },
     /// A read past the end of a stream.
-    #[error("{count} tokens from number {start} on reach beyond the stream of {len} tokens")]
+    #[error("{count} tokens from number {start} on go beyond the end of the stream of {len} tokens")]
     PastTheEnd {
         /// First token asked for.
         start: usize,
@@ -422,7 +421,7 @@ impl Corpus {
     #[must_use]
     pub fn describe(&self) -> String {
         let (train, validation) = (self.train.len(), self.validation.len());
-        let looks = self.looks.map_or(String::new(), |looks| format!(" (as it is, though it looks like {looks})"));
+        let looks = self.looks.map_or(String::new(), |looks| format!(" (taken as text, although it looks like {looks})"));
         let documents = match self.documents {
             Documents::Unknown => String::new(),
             Documents::PlainText => "<|endoftext|> as plain text, ".into(),

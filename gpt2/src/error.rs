@@ -38,7 +38,7 @@ pub enum TrainError {
     #[error(transparent)]
     Saved(#[from] SavedError),
     /// No error: the run was asked to leave, and has saved its state.
-    #[error("stopped after step {step}: the state is saved in {}; --resume {} goes on from there", path.display(), path.display())]
+    #[error("stopped after step {step}: the state is saved in {}; --resume {} continues from it", path.display(), path.display())]
     Stopped {
         /// Steps taken.
         step: u64,
@@ -55,8 +55,8 @@ pub enum TrainError {
     },
     /// A loss or gradient that is not a number.
     #[error(
-        "step {step}: {what} is {value}; lower the learning rate or clip gradients, or, where --precision or --wire is a 16-bit type, \
-         let --loss-scale be dynamic or take bf16"
+        "step {step}: {what} is {value}; lower the learning rate or clip gradients; with a 16-bit --precision or --wire, try --loss-scale \
+         dynamic or bf16"
     )]
     NotFinite {
         /// The step, from 1.

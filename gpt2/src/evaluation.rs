@@ -49,7 +49,7 @@ pub enum EvaluationError {
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
     /// Less than two tokens.
-    #[error("the text has {tokens} token(s), and it takes 2 to predict one from another; give a longer text")]
+    #[error("the text has {tokens} token(s), and at least 2 are needed; give a longer text")]
     TooShort {
         /// Tokens that there are.
         tokens: usize,

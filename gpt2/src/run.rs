@@ -264,7 +264,7 @@ fn lender(properties: &Properties, device: &Device) -> Result<Option<Arc<dyn Dev
     };
     if theirs != mine {
         return Err(Error::invalid(format!(
-            "the model is on CUDA device {mine}, and {} on {theirs}; give both the same (TransportOptions::cuda_device)",
+            "the model is on CUDA device {mine}, and {} on {theirs}; give both the same device (TransportOptions::cuda_device)",
             properties.transport
         )));
     }
@@ -311,7 +311,7 @@ fn agreement(
     let checkpoints = keep.checkpoints.as_ref().map_or("never".into(), |checkpoints| checkpoints.every.to_string());
     items.push(("steps between checkpoints (--save-every)".into(), checkpoints));
     let resume = keep.resume.as_ref().map_or("none".into(), |saved| saved.digest().to_owned());
-    items.push(("the checkpoint to go on from (--resume)".into(), resume));
+    items.push(("the checkpoint to continue from (--resume)".into(), resume));
     // Field by field, so that a disagreement names what differs.
     if let Ok(config) = serde_json::to_value(config) {
         flatten("", &config, &mut items);

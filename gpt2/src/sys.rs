@@ -121,7 +121,7 @@ impl CudaDriver {
         let library = names
             .iter()
             .find_map(|name| load(name).ok())
-            .ok_or_else(|| format!("no NVIDIA driver: the loader finds none of {}", listed(&names)))?;
+            .ok_or_else(|| format!("there is no NVIDIA driver: the loader finds none of {}", listed(&names)))?;
         let driver = CudaDriver(library);
         // SAFETY: the type is that of cuda.h. cuInit may be called any number of times, from any thread.
         unsafe {
@@ -173,17 +173,18 @@ impl CudaDriver {
         let said = |(code, why): (i32, String)| match code {
             OUT_OF_MEMORY => (
                 why,
-                "see with `nvidia-smi` which processes take its memory, or choose another one with --device cuda:N",
+                "check with `nvidia-smi` which processes use its memory, or choose another GPU with --device cuda:N",
             ),
             UNAVAILABLE => (
                 why,
-                "another process may hold it exclusively (`nvidia-smi -q -d COMPUTE`); wait for its end, or choose another one with --device cuda:N",
+                "another process may use it exclusively (`nvidia-smi -q -d COMPUTE` shows the mode); wait until that has ended, or choose \
+                 another GPU with --device cuda:N",
             ),
             // The driver is not whole.
             0 => (why, "install a newer NVIDIA driver"),
             _ => (
                 why,
-                "look for `Xid` in the kernel's log; a GPU that was lost comes back with `nvidia-smi --gpu-reset` or a restart",
+                "look for `Xid` in the kernel's log; `nvidia-smi --gpu-reset` or a restart of the machine may bring the GPU back",
             ),
         };
         self.make_context(ordinal).map_err(said)

@@ -47,8 +47,7 @@ enum Inner {
 pub enum TokenizerError {
     /// Bytes that are not UTF-8, given to a tokenizer that needs text.
     #[error(
-        "the text is not UTF-8 at byte {offset}, which the {kind} tokenizer needs; convert it to UTF-8, or use the \
-         `bytes` tokenizer"
+        "the text is not UTF-8 at byte {offset}, and the tokenizer `{kind}` needs UTF-8; convert it, or use the tokenizer `bytes`"
     )]
     NotUtf8 {
         /// The tokenizer asked.
@@ -58,8 +57,8 @@ pub enum TokenizerError {
     },
     /// A character that the corpus of a `chars` tokenizer did not contain.
     #[error(
-        "the character {character:?} at byte {offset} is not among the {known} of this `chars` tokenizer; leave it \
-         out, or train with the `gpt2` or `bytes` tokenizer"
+        "the character {character:?} at byte {offset} is not one of the {known} of this `chars` tokenizer; leave it out, or train with the \
+         tokenizer `gpt2` or `bytes`"
     )]
     UnknownCharacter {
         /// The character.
@@ -71,7 +70,7 @@ pub enum TokenizerError {
     },
     /// An id outside the vocabulary, met while decoding.
     #[error(
-        "token id {id} at position {position} is outside the {kind} vocabulary of {vocab}; these tokens come from \
+        "token id {id} at position {position} is outside the vocabulary of the tokenizer `{kind}` ({vocab} ids); these tokens come from \
          another tokenizer"
     )]
     UnknownId {
@@ -85,7 +84,7 @@ pub enum TokenizerError {
         vocab: usize,
     },
     /// A corpus with more characters than 16-bit ids.
-    #[error("the corpus has {found} distinct characters, more than 65536 ids; use the `gpt2` or `bytes` tokenizer")]
+    #[error("the text has {found} distinct characters, and at most 65536 are possible; use the tokenizer `gpt2` or `bytes`")]
     TooManyCharacters {
         /// Number of distinct characters.
         found: usize,

@@ -209,11 +209,11 @@ fn shards_train_as_their_text_does() {
 
     fs::write(folder.path().join("lines.jsonl"), "{\"text\": \"a\"}\n{\"txt\": \"b\"}\n").unwrap();
     for (arguments, expected) in [
-        ("data lines.jsonl --out new", "lines.jsonl, line 2: no field 'text'; name that of the text (--field)"),
+        ("data lines.jsonl --out new", "lines.jsonl, line 2: no field 'text'; name the field of the text with --field"),
         ("data texts --out tokens", "give another folder, or --overwrite"),
         ("data texts --out texts --overwrite", "texts: it holds "),
         ("data nothing --out new", "nothing does not exist"),
-        ("data texts --out new --validation 1.5", "1.5 is neither a share below 1"),
+        ("data texts --out new --validation 1.5", "1.5 is neither a fraction below 1"),
         ("data texts --out new --validation 4000000", "the training part would be empty"),
         ("data texts --out new --shard-tokens 0", "--shard-tokens"),
     ] {

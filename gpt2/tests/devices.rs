@@ -184,7 +184,7 @@ mod stand_in {
         library(folder.path(), "libnvrtc.so", NVRTC, "-DMAJOR=13");
         train(&["NVRTC is of CUDA 13.8", "CUDA 12.8 at most"]);
         library(folder.path(), "libnvrtc.so", NVRTC, "-DMAJOR=12");
-        train(&["cuda_fp16.h is not below /nowhere/cuda/include", "which CUDA_PATH names"]);
+        train(&["cuda_fp16.h is not in /nowhere/cuda/include", "that CUDA_PATH names"]);
         library(folder.path(), "libnvrtc.so", "int nothing;", "-DMAJOR=12");
         train(&["libnvrtc.so is not NVRTC"]);
     }

@@ -394,7 +394,7 @@ fn files_that_are_cut_missing_or_of_another_kind_are_named() {
     }
     fs::write(&path, whole).unwrap();
     fs::write(spoilt.file("config.json"), "{\"n_layer\": 2").unwrap();
-    assert_says(&spoilt.convert(&[]), &["config.json", "no JSON"]);
+    assert_says(&spoilt.convert(&[]), &["config.json", "not JSON"]);
     fs::remove_file(spoilt.file("config.json")).unwrap();
     assert_says(&spoilt.convert(&[]), &["no config.json"]);
     fs::rename(&path, spoilt.file("pytorch_model.bin")).unwrap();
@@ -434,7 +434,7 @@ fn a_vocabulary_of_another_tokenizer_is_refused() {
     };
     assert_says(&train(&[]), &["--init-from", "--tokenizer"]);
     assert_says(&train(&["--tokenizer", "gpt2"]), &["50257 tokens", "256"]);
-    assert_says(&train(&["--tokenizer", "bytes", "--block-size", "13"]), &["12 positions", "the 13 of --block-size"]);
+    assert_says(&train(&["--tokenizer", "bytes", "--block-size", "13"]), &["12 positions", "--block-size 13"]);
     assert_says(&train(&["--tokenizer", "bytes", "--preset", "micro"]), &["--preset micro", "another size"]);
     // One that this program does not have.
     fs::write(spoilt.file("tokenizer.json"), r#"{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}}"#).unwrap();

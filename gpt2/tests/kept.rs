@@ -219,7 +219,7 @@ fn on_other_ranks_all_go_on_with_the_mean() {
     let error = saved.check(&other, &saved.state().text_sha256).unwrap_err().to_string();
     assert!(error.contains("another one: --seed: was 7 and is 8 now; give what"), "{error}");
     for (strategy, ranks, told) in [
-        (StrategyKind::Diloco, 3, "each rank had parameters of its own, and all go on with their mean"),
+        (StrategyKind::Diloco, 3, "each rank had parameters of its own, and all continue with their mean"),
         (StrategyKind::Ddp, 2, "--strategy: was \"diloco\" and is \"ddp\" now"),
         (StrategyKind::StreamingDiloco, 2, "their mean"),
     ] {

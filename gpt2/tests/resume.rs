@@ -456,8 +456,8 @@ fn a_run_that_began_with_weights_goes_on_without_them() {
     assert_eq!(StoredWeights::open(&place.path().join("rest")).unwrap().config(), &config);
     for (more, expected) in [
         ("--init-from rest", &["--init-from rest cannot be combined with --resume whole"][..]),
-        ("--preset micro", &["another one", "--preset", "n_embd was 8"]),
-        ("--block-size 8", &["another one", "--block-size", "block_size was 16 and is 8 now"]),
+        ("--preset micro", &["other settings", "--preset", "n_embd was 8"]),
+        ("--block-size 8", &["other settings", "--block-size", "block_size was 16 and is 8 now"]),
         ("--tokenizer gpt2", &["--tokenizer gpt2", "--resume whole were trained with the tokenizer bytes"]),
     ] {
         let run = format!("{OF_ANY} --steps 6 --resume whole --out other {more}");
@@ -561,7 +561,7 @@ fn a_checkpoint_that_is_none_is_one_clear_error() {
         fs::remove_file(folder.join(part)).unwrap();
         fs::create_dir(folder.join(part)).unwrap();
     });
-    assert!(folder.contains("is no file"), "{folder}");
+    assert!(folder.contains("is not a file"), "{folder}");
     let no_state = changed("no-state", &|folder| fs::remove_file(folder.join("run.json")).unwrap());
     assert!(no_state.contains("no-state: there is no run.json in it"), "{no_state}");
     let half = changed("half", &edit("run.json", &|bytes| bytes[..bytes.len() / 2].to_vec()));
@@ -575,12 +575,12 @@ fn a_checkpoint_that_is_none_is_one_clear_error() {
         let text = replaced(fs::read(folder.join("run.json")).unwrap(), "\"version\": 3", "\"version\": 4");
         fs::write(folder.join("run.json"), text).unwrap();
     });
-    assert!(newer.contains("newer: it is of version 4 of its format, written by gpt2 "), "{newer}");
+    assert!(newer.contains("newer: it has version 4 of the format, written by gpt2 "), "{newer}");
     let altered = changed("altered", &|folder| {
         let text = replaced(fs::read(folder.join("run.json")).unwrap(), "\"step\": 2", "\"step\": 1");
         fs::write(folder.join("run.json"), text).unwrap();
     });
-    assert!(altered.contains("altered: run.json does not have the hash that it says"), "{altered}");
+    assert!(altered.contains("altered: run.json does not match the hash that is stored in it"), "{altered}");
     for (given, told) in [
         ("latest", "there is no checkpoint in out/checkpoints"),
         ("nowhere", "checkpoint nowhere: there is no run.json in it"),
@@ -656,7 +656,7 @@ fn settings_that_contradict_a_checkpoint_are_named() {
         assert_eq!(output.status.code(), Some(EXIT_CONFIGURATION), "{more}: {said}");
         assert_eq!(said.matches("error:").count(), 1, "{more}: {said}");
         assert!(
-            said.contains("step-2: the run that would go on from it is another one: ") && said.contains(told),
+            said.contains("step-2: it belongs to a run with other settings: ") && said.contains(told),
             "{more}: {said}"
         );
         assert!(!place.path().join("out/steps.jsonl").exists(), "{more}");
@@ -698,7 +698,7 @@ fn where_a_checkpoint_cannot_be_written_the_run_goes_on_and_the_last_good_one_st
         let output = limited("full");
         let said = both(&output);
         assert_eq!(
-            said.matches("the run goes on without a new checkpoint: checkpoint full/checkpoints/step-").count(),
+            said.matches("no checkpoint could be saved, and the run continues: checkpoint full/checkpoints/step-").count(),
             2,
             "{how}: {said}"
         );

@@ -156,7 +156,7 @@ fn validation_rows_are_fixed_shared_evenly_and_spread_over_the_part() {
     let none = Batches::new(&numbered(1_000, 10), 10, 12, 1).unwrap();
     let error = none.validation(5, share(0, 1, 1)).unwrap_err();
     assert!(matches!(error, BatchError::ValidationTooShort { tokens: 10, block_size: 10, .. }), "{error}");
-    assert!(error.to_string().contains("which takes 11"), "{error}");
+    assert!(error.to_string().contains("which needs 11"), "{error}");
 }
 
 #[test]
@@ -307,7 +307,7 @@ fn ranks_whose_data_is_used_up_get_empty_batches() {
     assert!(matches!(batches.rows(0, 2, share(0, 5, 2)), Err(BatchError::NoSuchMicroStep { .. })));
     let none = Batches::with_last_batch(&numbered(13, 10), 7, 60, 7, LastBatch::Join).unwrap_err();
     assert!(matches!(none, BatchError::TooShort { windows: 0, needed: 14, .. }));
-    assert!(none.to_string().contains("one row needs 14 tokens"), "{none}");
+    assert!(none.to_string().contains("one sequence needs 14 tokens"), "{none}");
 }
 
 #[test]

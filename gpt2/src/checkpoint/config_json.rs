@@ -24,9 +24,9 @@ const TANH_GELU: [&str; 2] = ["gelu_new", "gelu_pytorch_tanh"];
 pub(super) fn read(path: &Path) -> Result<ModelConfig, CheckpointError> {
     let foreign = |detail: String| CheckpointError::Foreign { path: path.into(), detail };
     let settings: Value =
-        serde_json::from_slice(&read_short(path)?).map_err(|error| foreign(format!("it is no JSON: {error}")))?;
+        serde_json::from_slice(&read_short(path)?).map_err(|error| foreign(format!("it is not JSON: {error}")))?;
     if !settings.is_object() {
-        return Err(foreign("it is no JSON object".into()));
+        return Err(foreign("it is not a JSON object".into()));
     }
     if let Some(setting) = unsupported(&settings) {
         return Err(CheckpointError::Unsupported { path: path.into(), detail: format!("it says {setting}") });

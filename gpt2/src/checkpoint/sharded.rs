@@ -287,7 +287,7 @@ impl State {
     pub fn changes(&self, config: &Value, ranks: usize) -> Vec<String> {
         let mut found = Vec::new();
         if self.ranks != ranks {
-            found.push(format!("{} rank(s) then, {ranks} now", self.ranks));
+            found.push(format!("there were {} rank(s) and are {ranks} now", self.ranks));
         }
         for name in ["strategy", "options", "precision", "loss_scaling", "accumulation"] {
             let (then, now) = (&self.config[name], &config[name]);
@@ -297,13 +297,13 @@ impl State {
         }
         if !self.is_of_same_ranks(config, ranks) {
             found.extend(
-                self.replicas.then(|| "each rank had parameters of its own, and all go on with their mean".into()),
+                self.replicas.then(|| "each rank had parameters of its own, and all continue with their mean".into()),
             );
             let has_left = self.files.iter().flat_map(|file| &file.kept).any(|piece| piece.what == Kept::Left);
             let drops = config["options"]["compress"].as_str().is_none_or(|now| now == "none");
             found.extend(has_left.then(|| match drops {
-                true => "what compression had left of gradients is dropped".into(),
-                false => "what compression had left of the ranks' gradients is shared out among them".into(),
+                true => "what compression had left out of gradients is dropped".into(),
+                false => "what compression had left out of the ranks' gradients is divided among the ranks".into(),
             }));
         }
         found
@@ -365,7 +365,7 @@ pub enum SavedError {
         detail: String,
     },
     /// Something else.
-    #[error("checkpoint {}: {detail}; is it a checkpoint of a run, of this trainer?", path.display())]
+    #[error("checkpoint {}: {detail}; is it a checkpoint that `gpt2 train --save-every` wrote?", path.display())]
     Foreign {
         /// The folder.
         path: PathBuf,
@@ -374,8 +374,8 @@ pub enum SavedError {
     },
     /// One of a later program.
     #[error(
-        "checkpoint {}: it is of version {version} of its format, written by {program}; this program reads versions up to {newest}: go on \
-         with that one, or a later one", path.display(), newest = VERSION
+        "checkpoint {}: it has version {version} of the format, written by {program}; this program reads versions up to {newest}: continue \
+         with that program or a later one", path.display(), newest = VERSION
     )]
     Newer {
         /// The folder.
@@ -386,7 +386,8 @@ pub enum SavedError {
         program: String,
     },
     /// A file is not what was written.
-    #[error("checkpoint {}: {file} {detail}: it was cut, altered or damaged since; go on from another checkpoint", path.display())]
+    #[error("checkpoint {}: {file} {detail}: it was cut off, changed or damaged after it was written; continue from another \
+        checkpoint", path.display())]
     Altered {
         /// The folder.
         path: PathBuf,
@@ -397,7 +398,7 @@ pub enum SavedError {
     },
     /// The run that is to go on is another one.
     #[error(
-        "checkpoint {}: the run that would go on from it is another one: {}; give what it was made with, or begin a new run without \
+        "checkpoint {}: it belongs to a run with other settings: {}; give the settings of that run, or begin a new run without \
          --resume", path.display(), what.join("; ")
     )]
     Contradicts {
@@ -447,7 +448,7 @@ impl Saved {
         let unreadable = |error: serde_json::Error| foreign(format!("its {STATE} is unreadable: {error}"));
         match fs::metadata(&path) {
             Ok(found) if found.is_file() && found.len() <= MAX_STATE => {}
-            Ok(_) => return Err(foreign(format!("its {STATE} is no file of up to {} MiB", MAX_STATE >> 20))),
+            Ok(_) => return Err(foreign(format!("its {STATE} is not a regular file of at most {} MiB", MAX_STATE >> 20))),
             Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
                 return Err(foreign(format!("there is no {STATE} in it")));
             }
@@ -463,7 +464,7 @@ impl Saved {
         }
         let StateFile { state, sha256, .. } = serde_json::from_slice::<StateFile<State>>(&bytes).map_err(unreadable)?;
         if state.sha256().map_err(unreadable)? != sha256 {
-            let detail = "does not have the hash that it says".to_owned();
+            let detail = "does not match the hash that is stored in it".to_owned();
             return Err(SavedError::Altered { path: folder.into(), file: STATE.into(), detail });
         }
         let digest = comm_core::hex(&Sha256::digest(&bytes));
@@ -523,7 +524,7 @@ impl Saved {
 
     fn check_length(&self, file: &PartFile) -> Result<(), SavedError> {
         match fs::metadata(self.folder.join(&file.name)) {
-            Ok(found) if !found.is_file() => Err(self.altered(file, "is no file".into())),
+            Ok(found) if !found.is_file() => Err(self.altered(file, "is not a file".into())),
             Ok(found) if found.len() != file.bytes => {
                 Err(self.altered(file, format!("has {} bytes instead of {}", found.len(), file.bytes)))
             }
@@ -567,7 +568,7 @@ fn index<'a>(segments: &[SegmentInfo], files: impl Iterator<Item = (usize, &'a P
     let mut steps = vec![None; segments.len()];
     for (number, file) in files {
         if Path::new(&file.name).file_name().is_none_or(|name| *name != *file.name) {
-            return Err(format!("{:?} is no name of a file in it", file.name));
+            return Err(format!("{:?} is not the name of a file in it", file.name));
         }
         for piece in &file.pieces {
             let segment = segments.iter().position(|info| info.name == piece.segment);
@@ -718,7 +719,7 @@ mod tests {
             assert!(error.contains(told), "{first:?}: {error}");
         }
         for name in ["", "..", "/etc/passwd", "../a", "a/b"] {
-            assert!(index_of(name, whole()).unwrap_err().contains("no name of a file"), "{name}");
+            assert!(index_of(name, whole()).unwrap_err().contains("not the name of a file"), "{name}");
         }
     }
 
@@ -760,7 +761,7 @@ mod tests {
         assert_eq!(kept_of([Some(1), Some(0)], left), Ok(()));
         assert!(kept_of([Some(0), Some(0)], left).unwrap_err().contains("each left of segment"));
         for ranks in [[Some(0), None], [Some(0), Some(2)]] {
-            assert!(kept_of(ranks, left).unwrap_err().contains("does not say whose it is"));
+            assert!(kept_of(ranks, left).unwrap_err().contains("does not say to which rank it belongs"));
         }
         let len = segments[1].len;
         for what in [Kept::Anchor, Kept::Velocity, Kept::Arrived] {

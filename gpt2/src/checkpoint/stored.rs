@@ -264,7 +264,7 @@ impl StoredWeights {
             self.read(*tokens, start, &mut ours[..count])?;
             self.read(head, start, &mut theirs[..count])?;
             if ours[..count].iter().zip(&theirs[..count]).any(|(a, b)| a.to_bits() != b.to_bits()) {
-                let detail = format!("its {HEAD:?} differs from its {TOKENS:?}: its head has weights of its own");
+                let detail = format!("its {HEAD:?} differs from its {TOKENS:?}: the weights of its head and its embedding are not tied");
                 return Err(CheckpointError::Unsupported { path: self.path.clone(), detail });
             }
         }
@@ -307,7 +307,7 @@ impl Location {
             return Ok(Location::Index(index));
         }
         let pickle = if path.join(PICKLE).exists() {
-            format!("; its {PICKLE} may hold code, and is not opened: let transformers save the model as safetensors")
+            format!("; its {PICKLE} is not opened, because a pickle can run code: let transformers save the model as safetensors")
         } else {
             String::new()
         };
@@ -383,7 +383,7 @@ impl Described {
         let path = folder.join(config_json::NAME);
         if !path.exists() {
             let detail = format!(
-                "it was not saved by this program, and no {} lies beside it to tell the model's shape",
+                "it was not saved by this program, and there is no {} beside it, which would have the model's shape",
                 config_json::NAME
             );
             return Err(foreign(weights, detail));
@@ -425,12 +425,12 @@ fn read_index(index: &Path, folder: &Path) -> Result<(Vec<SourceFile>, BTreeMap<
     }
     let text = read_short(index)?;
     let Index { weight_map } =
-        serde_json::from_slice(&text).map_err(|error| foreign(index, format!("it is no index of tensors: {error}")))?;
+        serde_json::from_slice(&text).map_err(|error| foreign(index, format!("it is not an index of tensors: {error}")))?;
     let names: BTreeSet<&String> = weight_map.values().collect();
     let mut files = Vec::with_capacity(names.len());
     for name in &names {
         if Path::new(name).file_name() != Some(name.as_ref()) {
-            return Err(foreign(index, format!("it names {name:?}, which is no file of its folder")));
+            return Err(foreign(index, format!("it names {name:?}, which is not a file in its folder")));
         }
         files.push(SourceFile::open(&folder.join(name))?);
     }
@@ -457,7 +457,7 @@ fn tensors(
         }
         let Some(info) = files.get(file).and_then(|file| file.header.info(&stored)) else {
             let in_file = files.get(file).map(|file| file.path.display().to_string()).unwrap_or_default();
-            return Err(foreign(path, format!("it says that {stored:?} lies in {in_file}, where it is not")));
+            return Err(foreign(path, format!("it says that {stored:?} is in {in_file}, which does not have it")));
         };
         if tensors.insert(name.clone(), (file, info.clone())).is_some() {
             return Err(foreign(
@@ -514,7 +514,7 @@ pub(super) fn read_short(path: &Path) -> Result<Vec<u8>, CheckpointError> {
     let cannot_read = |error| super::io(path, "cannot read it", error);
     let metadata = fs::metadata(path).map_err(cannot_read)?;
     if !metadata.is_file() || metadata.len() > LONGEST_HEADER {
-        let detail = format!("it is no regular file of at most {LONGEST_HEADER} bytes");
+        let detail = format!("it is not a regular file of at most {LONGEST_HEADER} bytes");
         return Err(CheckpointError::Format { path: path.into(), detail });
     }
     fs::read(path).map_err(cannot_read)

@@ -88,10 +88,10 @@ pub(super) fn identify(folder: &Path, vocab_size: usize) -> Result<Option<Tokeni
     };
     let foreign = |detail: String| CheckpointError::Foreign { path: path.clone(), detail };
     let value: Value =
-        serde_json::from_slice(&read_short(&path)?).map_err(|error| foreign(format!("it is no JSON: {error}")))?;
+        serde_json::from_slice(&read_short(&path)?).map_err(|error| foreign(format!("it is not JSON: {error}")))?;
     let ids = if whole { &value["model"]["vocab"] } else { &value };
     let Some(ids) = ids.as_object() else {
-        return Err(foreign("it lists no tokens with their ids".into()));
+        return Err(foreign("it does not list tokens with their ids".into()));
     };
     let Some(tokens) = in_order(ids) else {
         return Err(foreign("the ids of its tokens are not 0, 1, 2 and so on".into()));
@@ -100,11 +100,11 @@ pub(super) fn identify(folder: &Path, vocab_size: usize) -> Result<Option<Tokeni
     match known {
         Some(tokenizer) if tokenizer.vocab_size() <= vocab_size => Ok(Some(tokenizer)),
         Some(tokenizer) => Err(foreign(format!(
-            "it has {} tokens, and the model {vocab_size}; the two do not belong together",
+            "it has {} tokens, and the model has {vocab_size}, so they do not belong together",
             tokenizer.vocab_size()
         ))),
         None => {
-            let detail = format!("its tokenizer, of {} tokens, is none of GPT-2's, bytes or characters", tokens.len());
+            let detail = format!("its tokenizer, of {} tokens, is not one of GPT-2's, bytes or characters", tokens.len());
             Err(CheckpointError::Unsupported { path, detail })
         }
     }

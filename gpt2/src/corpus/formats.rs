@@ -13,7 +13,7 @@ pub(super) struct Format {
 }
 
 const UNPACK: &str = "unpack it first";
-const IDS: &str = "write its ids as bare 16-bit numbers (numpy: `ids.astype('<u2').tofile('train.bin')`)";
+const IDS: &str = "write its ids as 16-bit numbers without a header (numpy: `ids.astype('<u2').tofile('train.bin')`)";
 const TEXT_COLUMN: &str = "write its text to a .txt file";
 const UTF8: &str = "convert it to UTF-8 (`iconv -f UTF-16 -t UTF-8`)";
 const NO_DATA: &str = "give the text or the token ids to train on";
@@ -61,7 +61,7 @@ pub(super) fn known(bytes: &[u8]) -> Option<Format> {
 /// What a `.bin` file looks like that holds no 16-bit ids.
 pub(super) fn not_ids(bytes: &[u8]) -> Option<Format> {
     let plain =
-        || looks_like_text(bytes).then_some(Format { name: "plain text", advice: "name it .txt, and it is encoded" });
+        || looks_like_text(bytes).then_some(Format { name: "plain text", advice: "if it is text, give it a name that ends with .txt" });
     known(bytes).or_else(|| wide_numbers(bytes)).or_else(plain)
 }
 

@@ -78,19 +78,19 @@ pub enum PrepareError {
         path: PathBuf,
     },
     /// A folder without anything to read.
-    #[error("{} holds no .parquet, .jsonl, .ndjson, .txt or .md file; give the folder that does, or name a file", path.display())]
+    #[error("{} holds no .parquet, .jsonl, .ndjson, .txt or .md file; give a folder that holds some, or a file", path.display())]
     NothingInFolder {
         /// The folder.
         path: PathBuf,
     },
     /// A token shard among the inputs.
-    #[error("{} is a token shard already; give the text, or the shard to `gpt2 train --data`", path.display())]
+    #[error("{} is already a token shard; give the text instead, or give the shard to `gpt2 train --data`", path.display())]
     Shard {
         /// The file.
         path: PathBuf,
     },
     /// Parquet in a program without it.
-    #[error("{} is a Parquet file, which this build does not read; build with `--features parquet`, or write JSON lines", path.display())]
+    #[error("{} is a Parquet file, which this build cannot read; build with `--features parquet`, or convert it to JSON lines", path.display())]
     NoParquet {
         /// The file.
         path: PathBuf,
@@ -124,16 +124,16 @@ pub enum PrepareError {
         tokens: u64,
     },
     /// No text at all.
-    #[error("there is no text in {}; give files that have some", listed(inputs))]
+    #[error("there is no text in {}; give files that contain text", listed(inputs))]
     Empty {
         /// The files.
         inputs: Vec<PathBuf>,
     },
     /// The inputs were different in the second pass.
-    #[error("the inputs changed while they were read; wait until they are written, and begin again")]
+    #[error("the inputs changed while they were read; wait until they are complete, and start again")]
     Changed,
     /// A shard that cannot be written.
-    #[error("cannot write {}: {source}; nothing was left there. Check the permissions and the room on the disk", path.display())]
+    #[error("cannot write {}: {source}; what was written has been removed. Check the permissions and the free space of the disk", path.display())]
     Write {
         /// The file or folder.
         path: PathBuf,
@@ -151,7 +151,7 @@ pub enum PrepareError {
         advice: &'static str,
     },
     /// Another process writes there.
-    #[error("{}: another process is writing there; wait for it, or give another folder", path.display())]
+    #[error("{}: another process is writing to it; wait until that has ended, or give another folder", path.display())]
     Busy {
         /// The folder.
         path: PathBuf,
@@ -160,7 +160,7 @@ pub enum PrepareError {
     #[error("more than {MAX_SHARDS} shards; give a larger --shard-tokens")]
     TooManyShards,
     /// A thread that has gone.
-    #[error("a thread that encodes has ended too early")]
+    #[error("an encoding thread ended too early")]
     Thread,
 }
 
@@ -353,7 +353,7 @@ impl FromStr for HeldOut {
             Ok(0.0) => Ok(Self::NOTHING),
             Ok(share) if share > 0.0 && share < 1.0 => Ok(Self::Share(share)),
             _ => Err(format!(
-                "{text} is neither a share below 1, such as 0.1, nor a number of tokens up to {}",
+                "{text} is neither a fraction below 1, such as 0.1, nor a number of tokens up to {}",
                 u32::MAX
             )),
         }

@@ -295,7 +295,7 @@ fn a_file_of_another_format_is_refused_with_what_it_looks_like() {
     // Bytes are bytes, and it is said what they look like.
     let bytes = load(&folder.path().join("gzip.txt"), TokenizerKind::Bytes).unwrap();
     assert!(
-        bytes.describe().contains("gzip.txt (as it is, though it looks like a gzip file): 200 bytes"),
+        bytes.describe().contains("gzip.txt (taken as text, although it looks like a gzip file): 200 bytes"),
         "{}",
         bytes.describe()
     );
@@ -339,7 +339,7 @@ fn shards_of_another_vocabulary_are_refused_wherever_they_are_named() {
     for path in refused {
         let error = load(&path, TokenizerKind::Gpt2).unwrap_err();
         assert!(matches!(error, CorpusError::OtherVocabulary { .. }), "{}: {error}", path.display());
-        assert!(error.to_string().contains("chars` tokenizer"), "{error}");
+        assert!(error.to_string().contains("tokenizer `chars`"), "{error}");
     }
     for path in [gpt2.clone(), gpt2.join("train.bin"), folder.path().join("alone.bin")] {
         assert!(load(&path, TokenizerKind::Gpt2).is_ok(), "{}", path.display());

@@ -56,10 +56,10 @@ impl ToolkitPaths {
         match missing_header(toolkit) {
             None => Ok(CudaHeaders { path: toolkit.join("include") }),
             Some(header) => {
-                let named = if self.by_variable { "which CUDA_PATH names" } else { "the one that was found first" };
+                let named = if self.by_variable { "that CUDA_PATH names" } else { "that was found first" };
                 Err(Problem::new(
                     format!(
-                        "CUDA headers are missing: {header} is not below {}/include, of the toolkit {named}",
+                        "CUDA headers are missing: {header} is not in {}/include, the toolkit {named}",
                         toolkit.display()
                     ),
                     self.advice_on_headers(),
@@ -102,7 +102,7 @@ impl ToolkitPaths {
             },
         };
         Problem::new(
-            format!("no NVRTC, which compiles the kernels: the loader finds none of {}", crate::sys::listed(names)),
+            format!("NVRTC, which compiles the kernels, is missing: the loader finds none of {}", crate::sys::listed(names)),
             remedy,
         )
     }
@@ -149,7 +149,7 @@ fn too_new(nvrtc: (u32, u32), driver: (u32, u32)) -> Option<Problem> {
     (ptx(nvrtc) > ptx(driver)).then(|| {
         Problem::new(
             format!(
-                "NVRTC is of CUDA {}.{}, but the driver knows CUDA {}.{} at most",
+                "NVRTC is of CUDA {}.{}, but the driver supports at most CUDA {}.{}",
                 nvrtc.0, nvrtc.1, driver.0, driver.1
             ),
             format!(
@@ -166,7 +166,7 @@ fn too_old(nvrtc: (u32, u32)) -> Option<Problem> {
     (nvrtc < OLDEST).then(|| {
         Problem::new(
             format!("NVRTC is of CUDA {}.{}, and kernels need {}.{} or newer", nvrtc.0, nvrtc.1, OLDEST.0, OLDEST.1),
-            "install a newer CUDA toolkit, no newer than what the driver knows (`nvidia-smi` shows it)",
+            "install a newer CUDA toolkit, but not a newer one than the driver supports (`nvidia-smi` shows the version)",
         )
     })
 }
@@ -216,11 +216,11 @@ pub(super) fn driver() -> Result<crate::sys::CudaDriver, Problem> {
 pub(super) fn devices(driver: &crate::sys::CudaDriver) -> Result<Vec<crate::sys::CudaDevice>, Problem> {
     let devices = driver
         .devices()
-        .map_err(|why| Problem::new(why, "see whether `nvidia-smi` lists the GPU, or use --device cpu"))?;
+        .map_err(|why| Problem::new(why, "check whether `nvidia-smi` lists the GPU, or use --device cpu"))?;
     if devices.is_empty() {
         return Err(Problem::new(
             "the NVIDIA driver shows no device",
-            "see what `nvidia-smi` lists and CUDA_VISIBLE_DEVICES hides, or use --device cpu",
+            "check the list of `nvidia-smi` and the variable CUDA_VISIBLE_DEVICES, which can hide devices, or use --device cpu",
         ));
     }
     Ok(devices)
@@ -277,7 +277,7 @@ mod tests {
         fs::remove_file(folder.path().join("include/crt/mma.h")).unwrap();
         let places = ToolkitPaths { toolkit: Some(folder.path().into()), by_variable: true, packages: Vec::new() };
         let said = places.headers().unwrap_err().to_string();
-        assert!(said.contains("crt/mma.h is not below") && said.contains("which CUDA_PATH names"), "{said}");
+        assert!(said.contains("crt/mma.h is not in") && said.contains("that CUDA_PATH names"), "{said}");
     }
 
     #[test]

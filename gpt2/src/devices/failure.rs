@@ -11,9 +11,9 @@ pub(crate) fn reason(error: impl Display) -> String {
     let text = text.to_lowercase();
     let shows = |signs: &[&str]| signs.iter().any(|sign| text.contains(sign));
     let hint = if shows(&OUT_OF_MEMORY) {
-        "; take a smaller --batch, or more --accumulation, --recompute, a 16-bit --precision or a smaller --block-size"
+        "; give a smaller --batch or --block-size, a larger --accumulation, --recompute, or a 16-bit --precision"
     } else if shows(&LOST) {
-        "; the GPU is lost to this process: look for `Xid` in the kernel's log, and start again"
+        "; this process can no longer use the GPU: look for `Xid` in the kernel's log, and start again"
     } else {
         ""
     };

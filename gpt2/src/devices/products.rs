@@ -78,7 +78,7 @@ impl fmt::Display for MatrixProducts {
         let MatrixProducts { in_use, best } = self;
         write!(f, "matrix products by {in_use}")?;
         if best > in_use {
-            write!(f, "; this processor has {best}, which is faster: build with the feature x86-v4")
+            write!(f, "; this processor supports {best}, which is faster: build with the feature x86-v4")
         } else {
             f.write_str(", the best that there is for this processor")
         }

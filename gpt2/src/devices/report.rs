@@ -343,7 +343,7 @@ fn version_text((major, minor): (u32, u32)) -> String {
 fn nccl() -> Result<Library, Problem> {
     match comm_nccl::Library::load() {
         Ok(library) => Ok(Library { path: library.path().display().to_string(), version: library.version_text() }),
-        Err(error) => Err(Problem::new(error.to_string(), "the other transports do not need it")),
+        Err(error) => Err(Problem::new(error.to_string(), "only the transport nccl needs it")),
     }
 }
 
@@ -359,7 +359,7 @@ fn kernel_cache() -> Result<KernelCache, Problem> {
         CacheLocation::Settings(file) => Ok(KernelCache::Settings(file)),
         CacheLocation::Folder(folder) => Ok(KernelCache::Folder(folder)),
         CacheLocation::Nowhere => Err(Problem::new(
-            "compiled kernels are not kept: the user has no home folder",
+            "compiled kernels cannot be kept: the user has no home folder",
             "set XDG_CACHE_HOME to an absolute path",
         )),
     }

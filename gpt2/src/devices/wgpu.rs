@@ -48,9 +48,9 @@ pub(super) fn choose(number: Option<usize>) -> Result<Adapter, Problem> {
 pub(super) fn no_adapter() -> Problem {
     let apis: Vec<String> = GRAPHICS_APIS.iter().map(ToString::to_string).collect();
     Problem::new(
-        format!("no adapter on this machine, asked through {}", apis.join(", ")),
-        "install the GPU's Vulkan driver, or for the processor mesa-vulkan-drivers; if one is installed, see whether `vulkaninfo` \
-         finds it and VK_ICD_FILENAMES names it",
+        format!("no adapter was found on this machine through {}", apis.join(", ")),
+        "install the GPU's Vulkan driver, or mesa-vulkan-drivers to run on the processor; if a driver is installed, check whether \
+         `vulkaninfo` finds it, and VK_ICD_FILENAMES",
     )
 }
 
@@ -82,7 +82,7 @@ impl Adapter {
         {
             return Err(Problem::new(
                 format!(
-                    "{} is a software driver, and on those a build with {features} crashes or takes minutes before its first step",
+                    "{} is a software driver, with which a build with {features} crashes or takes minutes before its first step",
                     info.name
                 ),
                 "build without `fusion` and `autotune`, or use --device cpu",
@@ -99,7 +99,7 @@ impl Adapter {
         let problem = |error: String| {
             Problem::new(
                 format!("{} ({}) gives no device: {error}", info.name, info.backend),
-                "see whether another program holds it, update its driver, or use --device cpu",
+                "check whether another program uses it, update its driver, or use --device cpu",
             )
         };
         match try_read_sync(device) {

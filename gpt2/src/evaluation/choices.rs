@@ -105,7 +105,7 @@ impl Choices {
             return Err("it has no questions".into());
         }
         if !words.0.is_empty() {
-            return Err(format!("it goes on after its {} questions", questions.len()));
+            return Err(format!("there is more data after its {} questions", questions.len()));
         }
         Ok(Self(questions))
     }
@@ -196,7 +196,7 @@ impl Words<'_> {
         let length = self.next()?;
         let (_index, right, choices) = (self.next()?, usize::from(self.next()?), self.next()?);
         if right >= usize::from(choices) {
-            return Err(format!("has {choices} choices, of which number {right} is right"));
+            return Err(format!("has {choices} choices, and names number {right} as the right one"));
         }
         let context = self.ids()?;
         let choices = (0..choices).map(|_| self.ids()).collect::<Result<Vec<_>, String>>()?;
@@ -217,7 +217,7 @@ impl Words<'_> {
             return Err("has a text without tokens".into());
         }
         match ids.iter().find(|id| usize::from(**id) >= GPT2_VOCABULARY) {
-            Some(id) => Err(format!("has the token {id}, which GPT-2 has not")),
+            Some(id) => Err(format!("has the token {id}, which GPT-2 does not have")),
             None => Ok(ids),
         }
     }

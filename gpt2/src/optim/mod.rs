@@ -93,8 +93,8 @@ impl OptimizerConfig {
         let beta = |beta: f64| (0.0..1.0).contains(&beta);
         let epsilon = self.epsilon as f32;
         let checks = [
-            ("beta1", self.beta1, "lie in [0, 1)", beta(self.beta1)),
-            ("beta2", self.beta2, "lie in [0, 1)", beta(self.beta2)),
+            ("beta1", self.beta1, "be in [0, 1)", beta(self.beta1)),
+            ("beta2", self.beta2, "be in [0, 1)", beta(self.beta2)),
             ("epsilon", self.epsilon, "be a positive f32", epsilon > 0.0 && epsilon.is_finite()),
             (
                 "weight decay",

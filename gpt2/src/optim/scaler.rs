@@ -306,8 +306,7 @@ pub enum ScalingError {
     },
     /// Something is not finite, and the loss is not scaled.
     #[error(
-        "{what} is not finite, and loss scaling is off; lower the learning rate or clip gradients, or, with f16, turn on dynamic loss \
-         scaling"
+        "{what} is not finite, and loss scaling is off; lower the learning rate or clip gradients; with f16 give --loss-scale dynamic"
     )]
     NotScaled {
         /// What is not finite.
@@ -315,8 +314,8 @@ pub enum ScalingError {
     },
     /// Something is not finite at the smallest scale.
     #[error(
-        "{what} is not finite although the loss scale is down to {}, its minimum; lower the learning rate, clip gradients, or compute \
-         in bf16 or f32",
+        "{what} is not finite although the loss scale is at its minimum, {}; lower the learning rate, clip gradients, or compute in bf16 \
+         or f32",
         LossScaler::MIN_SCALE
     )]
     AtMinimum {
@@ -328,7 +327,7 @@ pub enum ScalingError {
         "{what} is not finite, as in the {} steps before, which were skipped, and the loss scale is fixed at {}; {}", steps - 1,
         f64::from(*scale),
         match what {
-            Overflow::Gradient => "give a smaller number, or let --loss-scale be dynamic",
+            Overflow::Gradient => "give a smaller --loss-scale, or --loss-scale dynamic",
             // It is not what is scaled.
             Overflow::Loss => "lower the learning rate, or compute in bf16 or f32",
         }
@@ -343,8 +342,8 @@ pub enum ScalingError {
     },
     /// A run without a step.
     #[error(
-        "all {steps} steps of the run were skipped, because gradients or the loss were not finite, and its weights are those that it began \
-         with; the loss scale is now {}: give a smaller one with --loss-scale, or more steps in which a dynamic one can shrink",
+        "all {steps} steps of the run were skipped, because gradients or the loss were not finite, so the weights have not changed; the \
+         loss scale is now {}: give a smaller --loss-scale, or more --steps, in which a dynamic scale can shrink",
         f64::from(*scale)
     )]
     AllSkipped {
@@ -430,7 +429,7 @@ mod tests {
         let before = scaler.clone();
         let error = end_step(&mut scaler, true).unwrap_err();
         assert_eq!((error, &scaler), (ScalingError::AtMinimum { what: Overflow::Gradient }, &before));
-        assert!(error.to_string().contains("a gradient is not finite although the loss scale is down to 1"), "{error}");
+        assert!(error.to_string().contains("a gradient is not finite although the loss scale is at its minimum, 1"), "{error}");
         let error = scaler.update(Some(Overflow::Loss)).unwrap_err();
         assert!(error.to_string().starts_with("the loss is not finite"), "{error}");
         assert_eq!(end_step(&mut scaler, false), Ok(false), "a good step goes on");

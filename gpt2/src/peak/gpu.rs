@@ -63,14 +63,14 @@ const TABLE: [(&str, Peaks); 22] = [
 /// # Errors
 /// Why they are not known.
 pub(super) fn flops(name: &str, precision: Precision) -> Result<(f64, &'static str), String> {
-    let unknown = || format!("no data sheet of '{name}' is built in");
+    let unknown = || format!("this program has no data sheet of '{name}'");
     let (_, peaks) = TABLE.iter().find(|(start, _)| begins_with(name, start)).ok_or_else(unknown)?;
     let (tflops, what) = match precision {
         Precision::F32 => peaks.tf32.map_or((Some(peaks.f32), "f32"), |tf32| (Some(tf32), "TF32")),
         Precision::Bf16 => (peaks.bf16, "bf16"),
         Precision::F16 => (Some(peaks.f16), "f16"),
     };
-    let tflops = tflops.ok_or_else(|| format!("'{name}' has no units for products in {what}"))?;
+    let tflops = tflops.ok_or_else(|| format!("'{name}' has no matrix units for {what}"))?;
     Ok((tflops * 1e12, what))
 }
 
@@ -104,6 +104,6 @@ mod tests {
             assert!(why.contains(&format!("'{name}'")), "{why}");
         }
         let why = flops("Tesla T4", Precision::Bf16).unwrap_err();
-        assert!(why.contains("no units for products in bf16"), "{why}");
+        assert!(why.contains("no matrix units for bf16"), "{why}");
     }
 }

@@ -162,7 +162,7 @@ fn siblings() -> Vec<String> {
 fn clock(cpuinfo: &str) -> Result<(f64, &'static str), String> {
     let most = fs::read_to_string("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").ok();
     if let Some(kilohertz) = most.and_then(|text| text.trim().parse::<f64>().ok()).filter(|khz| *khz > 0.0) {
-        return Ok((kilohertz * 1e3, "the most by cpufreq"));
+        return Ok((kilohertz * 1e3, "the maximum by cpufreq"));
     }
     if cfg!(target_arch = "x86_64") {
         return Ok((measured_clock(), "measured"));

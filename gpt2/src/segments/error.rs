@@ -58,7 +58,7 @@ pub enum ModelError {
         segments: usize,
     },
     /// A flat vector does not have the length of its segment.
-    #[error("segment {name} has {expected} elements, {len} were given")]
+    #[error("segment {name} has {expected} elements, but {len} were given")]
     SegmentLength {
         /// The segment's name.
         name: String,

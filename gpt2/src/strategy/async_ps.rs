@@ -117,8 +117,8 @@ impl StrategyKind {
             return Ok(());
         }
         Err(Error::invalid(format!(
-            "--strategy {self} on {ranks} ranks needs --lanes {ranks}, one for each worker and one beside them, not {lanes}: on one lane they \
-             would wait for each other"
+            "--strategy {self} on {ranks} ranks needs --lanes {ranks}, one for each worker and one more, not {lanes}: workers that share a \
+             lane would wait for each other"
         )))
     }
 }
@@ -133,7 +133,7 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
     StrategyKind::AsyncPs.check_lanes(lanes, ranks)?;
     if channels.gradients.is_native() {
         return Err(Error::invalid(
-            "the strategy `async-ps` works in host memory, and this transport in a GPU's; choose a transport that moves bytes",
+            "the strategy `async-ps` works in host memory, and this transport moves GPU memory; choose shm, tcp-raw, tcp or quic",
         ));
     }
     let bound = setup.options.local.staleness;

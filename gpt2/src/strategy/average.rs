@@ -86,8 +86,8 @@ impl Averager {
         let (found, all) = (self.arrived.len(), self.buckets.iter().map(|bucket| bucket.segments.len()).sum::<usize>());
         if found != 0 && found != all {
             let what = format!(
-                "the checkpoint has the means of {found} of {all} segments that are averaged together: it was altered or damaged since it \
-                 was written; go on from another checkpoint"
+                "the checkpoint has the means of {found} of {all} segments that are averaged together: it was changed or damaged after it \
+                 was written; continue from another checkpoint"
             );
             return Err(comm_core::Error::invalid(what).into());
         }

@@ -31,7 +31,7 @@ pub(super) const DILOCO: Spec = Spec {
 
 pub(super) const STREAMING: Spec = Spec {
     name: "streaming-diloco",
-    about: "diloco by fragments of the model in turn, while training goes on",
+    about: "diloco, one fragment of the model after another, while training continues",
     is_one_device: false,
     tells_nodes_apart: false,
     in_buckets: true,

@@ -31,7 +31,7 @@ pub(super) const FSDP: Spec = Spec {
 
 pub(super) const HSDP: Spec = Spec {
     name: "hsdp",
-    about: "fsdp inside each node, replicas between nodes",
+    about: "fsdp inside each node, with a replica of the model in every node",
     is_one_device: true,
     tells_nodes_apart: true,
     in_buckets: false,
@@ -41,12 +41,12 @@ pub(super) const HSDP: Spec = Spec {
         let nodes = &setup.comms.nodes;
         if nodes.even_size().is_none() {
             return Err(Error::invalid(format!(
-                "hsdp needs nodes of one size, whose ranks have the same shards, and the job has {nodes}; see --ranks-per-node"
+                "hsdp needs nodes of equal size, and the job has {nodes}; see --ranks-per-node"
             )));
         }
         if nodes.even_size() == Some(1) && nodes.ranks() > 1 {
             return Err(Error::invalid(format!(
-                "--strategy hsdp shards the model inside each node, and the job has {nodes}, so that each rank would keep all of it; put \
+                "--strategy hsdp shards the model inside each node, and the job has {nodes}, so each rank would keep the whole model; put \
                  several ranks in a node with --ranks-per-node, or choose fsdp, which shards over all ranks, or ddp"
             )));
         }

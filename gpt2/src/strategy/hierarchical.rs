@@ -20,7 +20,7 @@ use crate::flat::{Flat, Gradients};
 
 pub(super) const SPEC: Spec = Spec {
     name: "hierarchical",
-    about: "reduced inside each node, then between nodes",
+    about: "gradients are reduced inside each node, then between nodes",
     is_one_device: true,
     tells_nodes_apart: true,
     in_buckets: true,

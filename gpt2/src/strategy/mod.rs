@@ -262,12 +262,12 @@ impl StrategyOptions {
         let why = match kind {
             _ if scaling == LossScaling::Off => return Ok(()),
             _ if self.compress.is_on() => {
-                format!("--compress {}, by which a step leaves gradients of its scale to the next", self.compress)
+                format!("--compress {}, which carries gradients over to the next step, where the scale may differ", self.compress)
             }
-            StrategyKind::AsyncPs => format!("--strategy {kind}, whose ranks would find scales of their own"),
+            StrategyKind::AsyncPs => format!("--strategy {kind}, in which each rank would have a scale of its own"),
             _ => return Ok(()),
         };
-        Err(Error::invalid(format!("--loss-scale {scaling} does not go with {why}; give --loss-scale off")))
+        Err(Error::invalid(format!("--loss-scale {scaling} cannot be combined with {why}; give --loss-scale off")))
     }
 
     /// Ranks that take part of the data, of `ranks`.

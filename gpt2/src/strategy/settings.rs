@@ -54,17 +54,17 @@ pub struct LocalOptions {
     pub sync_every: u64,
     /// Learning rate of the outer optimizer.
     pub outer_rate: f64,
-    /// Momentum of the outer optimizer, which is Nesterov's.
+    /// Nesterov momentum of the outer optimizer.
     pub outer_momentum: f64,
-    /// Groups of segments that are synchronised in turn.
+    /// Fragments, groups of segments that are synchronised one after another.
     pub fragments: usize,
-    /// Steps from the start of a fragment's average until it is applied (tau in the paper).
+    /// Training steps between starting a fragment's average and applying it (tau in the paper).
     pub overlap_steps: u64,
-    /// Share of a rank's own parameters in what it goes on with after a synchronisation (alpha in the paper).
+    /// Weight of a rank's own parameters when a synchronised fragment is applied, in [0, 1] (alpha in the paper).
     pub mixing: f64,
     /// Share of all parameters that `sparta` averages in a step.
     pub sparta_share: f64,
-    /// Steps by which a worker of `async-ps` may be ahead of the slowest, and its parameters behind.
+    /// Most steps that a worker of `async-ps` may be ahead of the slowest worker, and so the largest staleness.
     pub staleness: u64,
 }
 
@@ -117,18 +117,18 @@ impl LocalOptions {
         let (holds, rule) = match setting {
             Setting::SyncEvery => (self.sync_every > 0, "be at least 1"),
             Setting::OuterRate => (self.outer_rate > 0.0 && self.outer_rate.is_finite(), "be a positive number"),
-            Setting::OuterMomentum => ((0.0..1.0).contains(&self.outer_momentum), "lie in [0, 1)"),
+            Setting::OuterMomentum => ((0.0..1.0).contains(&self.outer_momentum), "be in [0, 1)"),
             Setting::Fragments => (
                 self.fragments > 0 && self.sync_every.is_multiple_of(self.fragments as u64),
                 "be at least 1, and divide --sync-every",
             ),
             Setting::OverlapSteps => (
                 self.overlap_steps < self.sync_every / (self.fragments as u64).max(1),
-                "be less than --sync-every over --fragments, the steps between two synchronisations",
+                "be less than --sync-every divided by --fragments, the steps between two synchronisations",
             ),
-            Setting::Mixing => ((0.0..=1.0).contains(&self.mixing), "lie in [0, 1]"),
+            Setting::Mixing => ((0.0..=1.0).contains(&self.mixing), "be in [0, 1]"),
             Setting::Staleness => (self.staleness <= MOST_STALENESS, "be at most 1000"),
-            Setting::SpartaShare => (self.sparta_share > 0.0 && self.sparta_share <= 1.0, "lie in (0, 1]"),
+            Setting::SpartaShare => (self.sparta_share > 0.0 && self.sparta_share <= 1.0, "be in (0, 1]"),
         };
         (!holds).then_some(rule)
     }

@@ -31,7 +31,7 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
     let (ranks, layout) = (setup.comms.world.world_size(), setup.layout());
     if ranks != 1 {
         return Err(Error::InvalidArgument(format!(
-            "the strategy `single` trains on one rank, not on {ranks}; use --nproc 1 or another strategy"
+            "the strategy `single` trains on 1 rank, not on {ranks}; give --nproc 1, or choose another strategy"
         )));
     }
     Ok(Built::new(Single { own: OwnGradients::of(&layout) }, setup.channels(), layout.everything()))

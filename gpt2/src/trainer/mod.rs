@@ -545,7 +545,7 @@ fn leave_together(session: &Session, error: &Error) -> bool {
 fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -> Result<Summary, TrainError> {
     let config = trainer.config;
     if let Some(reason) = trainer.no_gpu_figures() {
-        observer.warning(&format!("no figures of the GPU: {reason}"));
+        observer.warning(&format!("the GPU's utilisation is not known: {reason}"));
     }
     if let Some(reason) = trainer.staged() {
         observer.warning(reason);
@@ -595,7 +595,7 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
                     }
                 }
                 Err(error @ TrainError::Saved(_)) if !leaves => {
-                    observer.warning(&format!("step {}: the run goes on without a new checkpoint: {error}", step + 1))
+                    observer.warning(&format!("step {}: no checkpoint could be saved, and the run continues: {error}", step + 1))
                 }
                 Err(error) => return Err(error),
             }
@@ -619,7 +619,7 @@ fn save_weights(
 ) -> Result<(), TrainError> {
     match trainer.save(corpus, step) {
         Err(error @ TrainError::Checkpoint(_)) => {
-            observer.warning(&format!("step {step}: the run goes on without a new checkpoint: {error}"));
+            observer.warning(&format!("step {step}: no checkpoint could be saved, and the run continues: {error}"));
         }
         Err(error) => return Err(error),
         Ok(()) => keep_best(trainer, best, observer),
@@ -632,7 +632,7 @@ fn keep_best(trainer: &mut Trainer<'_>, best: Option<Best>, observer: &mut dyn O
     let Some(best) = best else { return };
     match trainer.keep_best() {
         Ok(()) => trainer.best = Some(best),
-        Err(error) => observer.warning(&format!("step {}: the best weights are not kept: {error}", best.step)),
+        Err(error) => observer.warning(&format!("step {}: the best weights could not be saved: {error}", best.step)),
     }
 }
 

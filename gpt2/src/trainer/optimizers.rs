@@ -321,14 +321,15 @@ fn staged(comms: &Comms, session: &Session, node: Option<&Arc<dyn Communicator>>
     let mut works_on_device = levels.iter().zip(properties).filter(|(_, known)| known.cuda_device.is_some());
     if let Some(((comm, _, place), _)) = works_on_device.find(|((_, is_lent, _), _)| !is_lent) {
         return Some(format!(
-            "gradients travel through host memory{place}: {} works on CUDA devices, and the model is on another",
+            "gradients are sent from host memory{place}: {} moves memory of CUDA devices, and the model is on another device",
             comm.name()
         ));
     }
     match levels[..] {
         [(inside, false, _), (between, true, _)] => Some(format!(
-            "gradients are read back from the device, and the optimizer runs on the host, because inside a node {} moves bytes; for {} \
-             between nodes a shard of each bucket is uploaded and read back again; without --node-transport all of it stays on the device",
+            "gradients are read back from the device, and the optimizer runs on the host, because {}, the transport inside a node, moves \
+             host memory; for {} between nodes a shard of each bucket is uploaded and read back again. Without --node-transport everything \
+             stays on the device",
             inside.name(),
             between.name()
         )),

@@ -81,7 +81,7 @@ impl Peaks {
     /// How [`matrix_share`](Self::matrix_share) comes about, in words.
     pub(super) fn matrix_formula(&self, device: &Device, precision: Precision) -> String {
         format!(
-            "{} over {:.1} GFLOP/s, what the {} rank(s) that compute reached together in {} before the run",
+            "{} divided by {:.1} GFLOP/s, which the {} computing rank(s) reached together in {} before the run",
             self.dividend(),
             self.measured / 1e9,
             self.ranks,
@@ -93,7 +93,7 @@ impl Peaks {
     pub(super) fn mfu_formula(&self) -> String {
         match &self.theoretical {
             Ok((flops, formula)) => {
-                format!("{} over the theoretical peak, {:.1} GFLOP/s = {formula}", self.dividend(), flops / 1e9)
+                format!("{} divided by the theoretical peak, {:.1} GFLOP/s = {formula}", self.dividend(), flops / 1e9)
             }
             Err(why) => format!("unknown: {why}"),
         }

@@ -280,8 +280,8 @@ impl<'a> Trainer<'a> {
             return None;
         }
         Some(format!(
-            "--ranks-per-node {asked}: no node has as many ranks; the job has {nodes}, since no node spans machines, which ranks tell apart by \
-             the kernel that they run on"
+            "--ranks-per-node {asked}: no node has that many ranks; the job has {nodes}. A node cannot span machines, which are told apart \
+             by their kernels; give at most the number of ranks on a machine"
         ))
     }
 

@@ -149,7 +149,7 @@ impl Trainer<'_> {
         let Some(checkpoints) = saves.filter(|_| self.session.comm.rank() == 0) else { return };
         let from = self.keep.resume.as_ref().map(|saved| saved.state().step);
         if let Err(error) = checkpoints.store.keep_newest(checkpoints.keep.max(1), from) {
-            observer.warning(&format!("older checkpoints are still there: {error}"));
+            observer.warning(&format!("older checkpoints could not be removed: {error}"));
         }
     }
 
@@ -296,7 +296,7 @@ fn as_told(mine: &impl Serialize) -> Result<String, String> {
     let json = serde_json::to_string(mine).map_err(|error| error.to_string())?;
     if json.len() > MAX_BLOB - ENVELOPE {
         return Err(format!(
-            "the list of what it has written takes {} bytes, and at most {MAX_BLOB} can be told",
+            "the list of written files has {} bytes, and at most {MAX_BLOB} are possible",
             json.len()
         ));
     }
@@ -400,7 +400,7 @@ pub(super) fn restore_rest(local: &mut Local<'_>, own_values: bool, saved: &Save
     let place = (state.step / steps_per_epoch + 1, state.step % steps_per_epoch);
     if place != (state.epoch, state.step_of_epoch) || state.step > local.config.steps {
         let detail = format!(
-            "its step {} is the {}th of epoch {} there, and the {}th of epoch {} of {} steps here",
+            "its step {} is step {} of epoch {} there, and step {} of epoch {} here, of {} steps",
             state.step, state.step_of_epoch, state.epoch, place.1, place.0, local.config.steps
         );
         return Err(SavedError::Foreign { path: saved.folder().into(), detail }.into());
@@ -423,7 +423,7 @@ mod tests {
     #[test]
     fn a_part_that_is_too_long_to_be_told_is_an_error_of_its_rank() {
         let told = |len: usize| as_told(&"n".repeat(len));
-        assert!(told(MAX_BLOB).unwrap_err().contains("takes 1048578 bytes"));
+        assert!(told(MAX_BLOB).unwrap_err().contains("has 1048578 bytes"));
         // What can be told can be gathered.
         let longest = told(MAX_BLOB - 66).unwrap();
         let alone = comm_core::local::group(1, 1).remove(0);

@@ -55,7 +55,7 @@ impl PartWriter {
     /// The operating system's, and where not all values came.
     pub(crate) fn finish(self) -> io::Result<(u64, String)> {
         if self.bytes != self.whole {
-            return Err(io::Error::other(format!("{} bytes came of {}", self.bytes, self.whole)));
+            return Err(io::Error::other(format!("only {} of {} bytes could be read", self.bytes, self.whole)));
         }
         self.file.sync_all()?;
         Ok((self.bytes, comm_core::hex(&self.hash.finalize())))
@@ -114,12 +114,12 @@ impl PartReader {
         let length = u64::from_le_bytes(word);
         let whole = file.metadata().map_err(cannot_read)?.len();
         if length > MAX_HEADER.min(whole.saturating_sub(8)) {
-            return Err("does not begin as a safetensors file does".into());
+            return Err("does not begin like a safetensors file".into());
         }
         let mut header = vec![0; 8 + length as usize];
         file.read_exact_at(&mut header, 0).map_err(cannot_read)?;
         let metadata: Metadata =
-            serde_json::from_slice(&header[8..]).map_err(|error| format!("is no safetensors file ({error})"))?;
+            serde_json::from_slice(&header[8..]).map_err(|error| format!("is not a safetensors file ({error})"))?;
         let data = whole - 8 - length;
         let mut places = HashMap::new();
         for (name, len) in tensors {

@@ -103,7 +103,7 @@ impl Store {
                 return Err(SavedError::Absent {
                     path: self.path(state.step),
                     detail: format!(
-                        "{} is not there as its rank wrote it; --out must be a folder that all ranks share",
+                        "{} is missing, or is not what its rank wrote; --out must be a folder that all ranks share",
                         file.name
                     ),
                 });
@@ -122,7 +122,7 @@ impl Store {
         };
         write().map_err(io("cannot write it (disk full?)"))?;
         // One of an earlier run, or of this one before it went on from another step.
-        self.remove(state.step).map_err(io("cannot replace the one that is there"))?;
+        self.remove(state.step).map_err(io("cannot replace the earlier one"))?;
         fs::rename(&folder, &path).map_err(io("cannot rename the finished folder to it"))?;
         sync(&self.0).map_err(io("cannot sync its folder"))
     }

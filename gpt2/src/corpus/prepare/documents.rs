@@ -34,7 +34,7 @@ impl Fault {
                 unit,
                 number,
                 what: format!(
-                    "more than {} MiB of text without white space or another end of a word, which cannot be encoded in pieces; is this text?",
+                    "more than {} MiB without a space or another end of a word, which cannot be encoded; is this text?",
                     LONGEST >> 20
                 ),
             },
@@ -182,7 +182,7 @@ impl Place<'_> {
             self.line += 1;
             if read > LONGEST {
                 return Err(
-                    self.wrong(format!("a line of more than {} MiB; each has to be one JSON object", LONGEST >> 20))
+                    self.wrong(format!("a line has more than {} MiB; each line must be one JSON object", LONGEST >> 20))
                 );
             }
             let line = bytes.trim_ascii();
@@ -212,9 +212,9 @@ fn string_in(object: &[u8], field: &str) -> Result<String, String> {
         match object.first() {
             Some(b'{') => format!("{what}, at column {}", error.column()),
             Some(b'[') => {
-                "an array, where each line has to be one JSON object; `jq -c '.[]'` makes lines of an array".into()
+                "it is a JSON array, and each line must be one JSON object; `jq -c '.[]'` makes lines of an array".into()
             }
-            _ => format!("no JSON object, which each line has to be ({what})"),
+            _ => format!("not a JSON object, which each line must be ({what})"),
         }
     })
 }
@@ -246,7 +246,7 @@ impl<'de> Visitor<'de> for Field<'_> {
                 map.next_value::<IgnoredAny>()?;
             }
         }
-        found.ok_or_else(|| A::Error::custom(format_args!("no field '{}'; name that of the text (--field)", self.0)))
+        found.ok_or_else(|| A::Error::custom(format_args!("no field '{}'; name the field of the text with --field", self.0)))
     }
 }
 

@@ -20,18 +20,18 @@ impl Place<'_> {
         let Some(column) = columns.clone().find(|column| schema.column(*column).path().string() == field) else {
             let names: Vec<String> = columns.map(|column| schema.column(column).path().string()).collect();
             return Err(
-                self.whole(format!("no column '{field}' among {}; name that of the text (--field)", names.join(", ")))
+                self.whole(format!("no column '{field}', only {}; name the column of the text with --field", names.join(", ")))
             );
         };
         let description = schema.column(column);
         if description.physical_type() != Type::BYTE_ARRAY || description.max_rep_level() > 0 {
-            return Err(self.whole(format!("the column '{field}' has no strings; name that of the text (--field)")));
+            return Err(self.whole(format!("the column '{field}' does not hold strings; name the column of the text with --field")));
         }
         for group in 0..reader.num_row_groups() {
             let group = reader.get_row_group(group).map_err(|error| self.broken(&error))?;
             let mut values = match group.get_column_reader(column).map_err(|error| self.broken(&error))? {
                 ColumnReader::ByteArrayColumnReader(values) => values,
-                _ => return Err(self.whole(format!("the column '{field}' has no strings"))),
+                _ => return Err(self.whole(format!("the column '{field}' does not hold strings"))),
             };
             loop {
                 let (mut levels, mut strings): (Vec<i16>, Vec<ByteArray>) = (Vec::new(), Vec::new());
@@ -61,7 +61,7 @@ impl Place<'_> {
             self.line += 1;
             let is_null = levels.get(row).is_some_and(|level| *level < present);
             let Some(string) = strings.next().filter(|_| !is_null) else {
-                return Err(self.wrong("there is no string, but null; leave out such rows"));
+                return Err(self.wrong("it holds null instead of a string; leave out such rows"));
             };
             let text = std::str::from_utf8(string.data()).map_err(|_| self.wrong("the string is not UTF-8"))?;
             joiner.end_document()?;
@@ -159,10 +159,10 @@ mod tests {
                 .to_string()
         };
         write(&path, &[&[Some("one"), Some("two")], &[Some("three"), None]], Compression::SNAPPY);
-        assert!(said(&options()).contains("a.parquet, row 4: there is no string, but null"), "{}", said(&options()));
+        assert!(said(&options()).contains("a.parquet, row 4: it holds null instead of a string"), "{}", said(&options()));
         let other = |field: &str| said(&PrepareOptions { field: field.into(), ..options() });
-        assert!(other("body").contains("no column 'body' among id, text"), "{}", other("body"));
-        assert!(other("id").contains("has no strings"), "{}", other("id"));
+        assert!(other("body").contains("no column 'body', only id, text"), "{}", other("body"));
+        assert!(other("id").contains("does not hold strings"), "{}", other("id"));
         let whole = fs::read(&path).unwrap();
         fs::write(&path, &whole[..whole.len() - 20]).unwrap();
         assert!(said(&options()).contains("cannot be read as Parquet"), "{}", said(&options()));

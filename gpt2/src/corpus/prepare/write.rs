@@ -117,7 +117,7 @@ fn real(given: &Path) -> Result<PathBuf, PrepareError> {
         Ok(target) => target,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             return named(given)
-                .ok_or_else(|| refused("the link leads nowhere; create the folder it names, or give another"));
+                .ok_or_else(|| refused("the symbolic link points to a folder that does not exist; create that folder, or give another"));
         }
         Err(source) => return Err(PrepareError::Write { path: given.to_owned(), source }),
     };
@@ -131,7 +131,7 @@ fn real(given: &Path) -> Result<PathBuf, PrepareError> {
     };
     if is_mounted {
         return Err(refused(
-            "a file system is mounted there, which no other folder can replace; give a new folder inside it",
+            "it is a mount point, which another folder cannot replace; give a new folder inside it",
         ));
     }
     Ok(target)

@@ -142,23 +142,23 @@ impl Compression {
                 StrategyKind::ALL.into_iter().filter(|kind| self.suits(*kind)).map(StrategyKind::name).collect();
             let why = match kind.compresses() {
                 true => {
-                    ": its factors are averages of all ranks', and a server gets each worker's gradients by themselves"
+                    ": its factors are averages over all ranks, and a server receives each worker's gradients separately"
                 }
                 false => "",
             };
             return Err(Error::invalid(format!(
-                "--compress {self} concerns --strategy {}, where whole gradients are averaged, not {kind}{why}",
+                "--compress {self} is for --strategy {}, which average whole gradients, not {kind}{why}",
                 names.join(", ")
             )));
         }
         if ranks == 1 {
             return Err(Error::invalid(format!(
-                "--compress {self} concerns gradients that travel, and those of one rank do not; leave it out"
+                "--compress {self} is for gradients that are sent, and one rank sends none; leave it out"
             )));
         }
         if options.wire != Precision::F32 {
             return Err(Error::invalid(format!(
-                "--compress {self} does not go with --wire {}: compressed gradients travel in types of their own; leave out --wire",
+                "--compress {self} cannot be combined with --wire {}, because each compression has a format of its own; leave out --wire",
                 options.wire
             )));
         }

@@ -131,8 +131,8 @@ pub(in crate::strategy) fn in_host_memory(compress: Compression, gradients: &Cha
         return Ok(());
     }
     Err(Error::invalid(format!(
-        "--compress {compress} works on gradients in host memory, and this transport on those in a GPU's; choose a transport that \
-         moves bytes, or leave out --compress"
+        "--compress {compress} works on gradients in host memory, and this transport moves GPU memory; choose shm, tcp-raw, tcp or quic, \
+         or leave out --compress"
     )))
 }
 
