@@ -38,7 +38,7 @@ use crate::sweep::SweepArgs;
 /// Rounds without which nothing is told apart.
 const ROUNDS: u32 = 3;
 
-/// Measures each training strategy over each transport of this machine.
+/// Measures every training strategy over every transport of this machine.
 #[derive(Debug, Parser)]
 #[command(name = "bench", version, about, args_conflicts_with_subcommands = true)]
 pub(crate) struct Args {
@@ -50,7 +50,7 @@ pub(crate) struct Args {
     /// Run although this is a debug build.
     #[arg(long)]
     pub(crate) allow_debug: bool,
-    /// Leave out the proof at 3 and 4 ranks.
+    /// Leave out the proof, the check on 3 and 4 ranks that all transports give identical weights.
     #[arg(long)]
     pub(crate) skip_proof: bool,
     #[arg(long, value_delimiter = ',', default_value = StrategyKind::list_of_one_device(), help = strategies())]
@@ -58,44 +58,45 @@ pub(crate) struct Args {
     /// Transports, separated by commas.
     #[arg(long, value_delimiter = ',', default_values_t = TransportKind::all())]
     transports: Vec<TransportKind>,
-    /// Ranks of each cell of the matrix (single has 1, hierarchical and hsdp at least 4).
+    /// Number of ranks (single always has 1, hierarchical and hsdp have at least 4).
     #[arg(long, default_value_t = 2)]
     ranks: usize,
     /// Model size.
     #[arg(long, default_value = "micro")]
     preset: Preset,
-    /// Optimizer steps of a run.
+    /// Optimizer steps of each run.
     #[arg(long, default_value_t = 12)]
     steps: u64,
-    /// Links, separated by commas: profiles, by name or file (see `bench links --help`). Transports through memory go over none.
+    /// Links, separated by commas: names or files of profiles (see `bench links --help`). Transports through memory use no link.
     #[arg(long, value_delimiter = ',', default_value = "loopback,lan-1g,wan-near")]
     links: Vec<String>,
-    /// How often each cell of the matrix runs. [default: as often as --budget allows; from the 4th time on only cells that are not told apart]
+    /// How often each cell (a strategy over a transport on a link) runs. [default: as often as --budget allows; from the 4th round on only cells that
+    /// are not told apart yet]
     #[arg(long, conflicts_with = "budget")]
     rounds: Option<u32>,
-    /// Time for the matrix, such as 90s or 5m. The first round is always finished; the next two, without which nothing can be told apart, may
-    /// take half as long again. What is left after 3 rounds goes to cells that are not told apart yet.
+    /// Time for the measurement, such as 90s or 5m. The first round always runs to its end. The next two, without which no cells can be compared, may
+    /// exceed the budget by half. Time that is left after 3 rounds is used for cells that are not told apart yet.
     #[arg(long, default_value = "3m", value_parser = budget)]
     budget: Duration,
-    /// Print a line for each cell, with throughput, payload, loss and memory.
+    /// Also print a table with a line for each cell: throughput, payload, loss and memory.
     #[arg(long)]
     table: bool,
-    /// Sequences a step, over all ranks; a multiple of --ranks.
+    /// Sequences of a step, all ranks together; a multiple of --ranks.
     #[arg(long, default_value_t = 12)]
     batch: usize,
-    /// Seed of weights and data order.
+    /// Random seed of weights and data order.
     #[arg(long, default_value_t = 1337)]
     seed: u64,
-    /// Type in which gradients travel.
+    /// Wire type, in which gradients are sent: f32, bf16, f16.
     #[arg(long, default_value = "f32")]
     wire: Precision,
-    /// Threads that compute, in each rank. [default: the machine's cores divided by --ranks]
+    /// Compute threads of each rank. [default: the machine's cores divided by --ranks]
     #[arg(long)]
     threads: Option<usize>,
     /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]
     #[arg(long)]
     data: Option<PathBuf>,
-    /// Seconds that a cell may take.
+    /// Seconds that a run may take.
     #[arg(long, default_value_t = 120)]
     cell_timeout: u64,
 }
@@ -141,7 +142,7 @@ fn strategies() -> String {
     let others: Vec<&str> =
         StrategyKind::ALL.into_iter().filter(|kind| !kind.spec().is_one_device).map(StrategyKind::name).collect();
     format!(
-        "Strategies, separated by commas; also {}, which do not compute what one device computes",
+        "Strategies, separated by commas. Possible are also {}, which compute something else than one device",
         others.join(", ")
     )
 }
@@ -172,7 +173,7 @@ impl Args {
         // Rows of an earlier run are hours of somebody's time.
         if let Some(old) = ["results.jsonl", "proof.jsonl"].iter().map(|name| out.join(name)).find(|path| path.exists())
         {
-            return Err(format!("{} holds an earlier run; give a new folder with --out", old.display()).into());
+            return Err(format!("{} holds an earlier run; give another folder with --out", old.display()).into());
         }
         let corpus = load_text(self.data.as_deref(), TokenizerKind::Bytes)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);

@@ -17,19 +17,19 @@ use serde_json::{Number, Value};
 
 use crate::report;
 
-/// Writes the figures and pictures of README and book again, from the records in docs/records.
+/// Updates the figures and pictures of the README and the book from the records in docs/records.
 #[derive(Debug, Args)]
 pub(crate) struct ArtifactArgs {
     /// The repository.
     #[arg(long, default_value = ".")]
     root: PathBuf,
-    /// Write nothing; say what would change, and exit with 1 if anything would.
+    /// Write nothing; list the files that would change, and exit with 1 if there are any.
     #[arg(long)]
     check: bool,
-    /// A folder of results of the bare `bench`, whose records take the place of those in docs/records/main.
+    /// Folder with results of the bare `bench`; its records replace those in docs/records/main first.
     #[arg(long, value_name = "FOLDER", conflicts_with = "check")]
     from: Option<PathBuf>,
-    /// A folder of results of `bench sweep learning`, whose records take the place of those in docs/records/learning.
+    /// Folder with results of `bench sweep learning`; its records replace those in docs/records/learning first.
     #[arg(long, value_name = "FOLDER", conflicts_with = "check")]
     learning: Option<PathBuf>,
 }
@@ -65,14 +65,14 @@ pub(crate) fn run(args: &ArtifactArgs) -> Result<ExitCode, BenchError> {
         changed = true;
         let name = path.strip_prefix(root).unwrap_or(&path).display();
         if args.check {
-            say(format_args!("{name} is not what the records say; `bench artifact` writes it again"));
+            say(format_args!("{name} does not match the records; `bench artifact` updates it"));
         } else {
             write(&path, &bytes)?;
             say(format_args!("written: {name}"));
         }
     }
     if !changed {
-        say("README and book are what the records say");
+        say("README and book match the records");
     }
     Ok(if args.check && changed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
@@ -136,7 +136,7 @@ fn made(root: &Path) -> Result<Vec<(PathBuf, String)>, BenchError> {
             "last-screen" => Ok(format!("```text\n{}\n```\n\n{}", parts.screen, parts.measured)),
             "picture" => Ok(format!("![{}]({figures}/{PICTURE})", parts.title)),
             "learning" => Ok(parts.learning.clone()),
-            other => Err(format!("there is no part `{other}`, expected one of last-screen, picture, learning")),
+            other => Err(format!("unknown part `{other}`, expected one of last-screen, picture, learning")),
         };
         let filled = filled(&text, part).map_err(|why| format!("{}: {why}", page.display()))?;
         files.push((page, filled));

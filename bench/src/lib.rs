@@ -122,8 +122,8 @@ fn once(command: Option<&Command>) -> Result<(), BenchError> {
         Ok(_) => return Ok(()),
     };
     Err(format!(
-        "this command starts its ranks itself, on this machine, and a launcher has started it ({what}): start it once, without the \
-         launcher; `bench sweep` and `bench collectives` run on a launcher's ranks"
+        "this command starts its own ranks, on this machine, but a launcher has started it ({what}): start it once, without the launcher. \
+         Only `bench sweep` and `bench collectives` run on a launcher's ranks"
     )
     .into())
 }
@@ -141,11 +141,11 @@ fn run(args: &Args) -> Result<ExitCode, BenchError> {
         if setup.links.is_empty() {
             return Err(format!("--links: {why}").into());
         }
-        say(format_args!("over loopback alone, since there can be no emulated links here: {why}"));
+        say(format_args!("only loopback is measured, because emulated links are not possible here: {why}"));
     }
     if let Some(busy) = machine::busy() {
         say(format_args!(
-            "note: {busy}; on a busy machine times are longer and small differences cannot be seen: stop what runs beside"
+            "note: {busy}. On a busy machine times are longer and small differences cannot be seen; stop other programs"
         ));
     }
     say(format_args!("text: {}", setup.corpus.describe()));

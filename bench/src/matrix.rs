@@ -46,7 +46,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         out: setup.out.clone(),
         environment: setup.environment.clone(),
         signals: setup.signals.clone(),
-        torch: Err("the matrix has no cell for it".into()),
+        torch: Err("no cell was planned for it".into()),
         budget: setup.budget,
         launched: None,
     };
@@ -55,17 +55,17 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         let results = results::read_records(&setup.out)?;
         say(format_args!("\n{}", table::render(&sweep.plan.cells, &results.records)));
         say(format_args!(
-            "step and exposed: medians over steps and rounds; exposed: how long a step waits for communication, late ranks and the \
-             scalars of loss and norm included, on the rank where it is longest"
+            "step and exposed: medians over steps and rounds. exposed: how long a step waits for communication, on the rank that waits \
+             longest; this includes waiting for late ranks and for the scalars of loss and gradient norm"
         ));
     }
     let apart: Vec<&str> =
         setup.strategies.iter().filter(|kind| !kind.spec().is_one_device).map(|kind| kind.name()).collect();
     if !apart.is_empty() {
         say(format_args!(
-            "{}: not what one device computes, since ranks do not all average gradients in every step. Their times are means over the steps \
-             between two synchronisations, bytes means over the run, and the loss is that of rank 0's rows, or, of async-ps, of gradients \
-             that were computed on different parameters",
+            "{}: these do not compute what one device computes, because their ranks do not all average gradients in every step. Their \
+             times are means over the steps between two synchronisations, their bytes means over the run. Their loss is that of rank 0's \
+             part of the batch; with async-ps that of gradients which were computed on different parameters",
             apart.join(", ")
         ));
     }

@@ -26,12 +26,12 @@ pub(crate) fn in_use() -> io::Result<String> {
 pub(crate) fn check(name: &str) -> Result<(), String> {
     // The kernel reads at most 15 bytes of a name, so a longer one may mean another.
     if name.is_empty() || name.len() > 15 {
-        return Err("a name has 1 to 15 letters".into());
+        return Err("the name must have 1 to 15 letters".into());
     }
     let socket = Socket::new(Domain::IPV4, Type::STREAM, None).map_err(|error| format!("no socket: {error}"))?;
     socket.set_tcp_congestion(name.as_bytes()).map_err(|error| {
         let known = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_available_congestion_control").unwrap_or_default();
-        format!("the kernel does not have it or does not allow it ({error}); it has: {}", known.trim())
+        format!("the kernel does not support it or does not allow it ({error}); available are: {}", known.trim())
     })
 }
 
@@ -49,8 +49,8 @@ pub(crate) fn enter(name: &str) -> String {
     };
     if let Some(why) = refused {
         return format!(
-            "--namespace-congestion {name}: no network namespace can be made, which needs root: {why}; without it, \
-             --congestion sets our own sockets"
+            "--namespace-congestion {name}: cannot make a network namespace, which needs root: {why}; --congestion works without root, but \
+             sets only the sockets of tcp-raw and tcp"
         );
     }
     if let Err(why) = check(name) {
@@ -84,8 +84,8 @@ pub(crate) fn set_up_namespace(name: &str) -> Result<(), String> {
     }
     match in_use() {
         Ok(used) if used == name => Ok(()),
-        Ok(used) => Err(format!("--namespace-congestion {name}: a connection inside uses {used} nevertheless")),
-        Err(error) => Err(format!("--namespace-congestion {name}: a test connection inside: {error}")),
+        Ok(used) => Err(format!("--namespace-congestion {name}: a connection in the namespace uses {used} instead")),
+        Err(error) => Err(format!("--namespace-congestion {name}: a test connection in the namespace failed: {error}")),
     }
 }
 

@@ -230,7 +230,7 @@ impl Plan {
         if case.operation == Operation::SendRecv {
             let needed = if ranks.is_multiple_of(2) { 2 } else { 3 };
             if ranks < 2 || lanes < needed {
-                return unsupported(format!("both directions at once need two ranks and --lanes {needed}"));
+                return unsupported(format!("both directions at once need 2 ranks and --lanes {needed}"));
             }
             let (next, previous) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
             let send = (Op::Send { to: next }, shift_lane(rank, ranks));

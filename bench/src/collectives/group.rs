@@ -139,7 +139,7 @@ impl GroupListener {
                     let hello = blocking.and_then(|()| connection.receive::<Hello>(Some(deadline)));
                     let hello = hello.map_err(|error| format!("{name}: a rank's first line: {error}"))?;
                     if hello.rank >= ranks || arrived.iter().any(|(other, _)| other.rank == hello.rank) {
-                        return Err(format!("{name}: a second rank {}, or one too many", hello.rank));
+                        return Err(format!("{name}: rank {} connected twice, or one rank too many did", hello.rank));
                     }
                     arrived.push((hello, connection));
                 }
@@ -268,7 +268,7 @@ impl Group {
         let what = format!("{} on {}", request.case.name(), request.member);
         if error.kind() == io::ErrorKind::TimedOut {
             let seconds = deadline.waited().as_secs_f64();
-            return format!("{what} was not done after {seconds:.1} s; raise --timeout");
+            return format!("{what} did not finish within {seconds:.1} s; give a longer --timeout");
         }
         if matches!(self.processes, GroupProcesses::OfLauncher) {
             return format!("{what}: {error}");

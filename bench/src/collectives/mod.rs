@@ -60,7 +60,7 @@ pub(crate) fn run(args: &CollectivesArgs) -> Result<ExitCode, BenchError> {
         }
     };
     if cfg!(debug_assertions) {
-        note("# DEBUG BUILD: the timings below mean nothing");
+        note("# DEBUG BUILD: the times below are not meaningful");
     }
     let mut file = match &settings.out {
         Some(out) => {
@@ -100,7 +100,7 @@ pub(crate) fn run(args: &CollectivesArgs) -> Result<ExitCode, BenchError> {
         }
         rows.extend(found);
         if bench.is_over() {
-            note("# every transport has failed; the rest is left out");
+            note("# every transport has failed; the remaining sizes are left out");
             break;
         }
     }
@@ -121,7 +121,7 @@ fn conclude(settings: &Settings, rows: &[Row], note: &dyn Fn(&str)) -> ExitCode 
         note(&safety::prices(rows));
         note(&safety::headers());
     } else if let Some(ratios) = report::ratios(rows).filter(|_| !settings.one_way) {
-        note("#\n# time here / time there: median over rounds (least-most); below 1 this transport is faster");
+        note("#\n# time of this transport / time of the other: median over rounds (least-most); below 1 this transport is faster");
         note(&ratios);
     }
     let wrong: u64 = rows.iter().map(Row::wrong).sum();

@@ -13,31 +13,31 @@ use rig::samples::{self, Reduction};
 use super::case::{Case, Operation, ResultPlacement, parse_dtype};
 use super::congestion;
 
-/// Times collectives over each transport, in the manner of nccl-tests.
+/// Times collectives over each transport, like nccl-tests.
 ///
-/// Every size is measured in several rounds, each of which goes over all transports, so that a busy moment of the machine
-/// hits all of them. A time is that of the slowest rank for one operation, the median over rounds.
+/// Every size is measured in several rounds. Each round measures all transports, so that other load on the machine affects all of them. A time is the
+/// slowest rank's time for one operation, the median over rounds.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct CollectivesArgs {
-    /// Smallest size in bytes; K, M and G are accepted.
+    /// Smallest size, in bytes or with K, M or G.
     #[arg(short = 'b', long, default_value = "8", value_parser = parse_size)]
     minbytes: u64,
-    /// Largest size in bytes.
+    /// Largest size, in bytes or with K, M or G.
     #[arg(short = 'e', long, default_value = "32M", value_parser = parse_size)]
     maxbytes: u64,
-    /// By what a size is multiplied to get the next.
+    /// Factor from one size to the next.
     #[arg(short = 'f', long, default_value_t = 4, conflicts_with = "stepbytes")]
     stepfactor: u64,
-    /// What is added to a size to get the next, instead.
+    /// Bytes from one size to the next, instead of a factor.
     #[arg(short = 'i', long, value_parser = parse_size)]
     stepbytes: Option<u64>,
-    /// Timed iterations in each round. [default: as many as fill 20 ms, from 3 to 20000]
+    /// Timed iterations of each round. [default: as many as take 20 ms, from 3 to 20000]
     #[arg(short = 'n', long)]
     iters: Option<u64>,
-    /// Iterations before them, in each round. [default: a tenth of them, at least 1]
+    /// Untimed iterations before them, in each round. [default: a tenth of --iters, at least 1]
     #[arg(short = 'w', long)]
     warmup_iters: Option<u64>,
-    /// Count wrong elements (1) or do not (0).
+    /// Check the results and count wrong elements (1), or do not (0).
     #[arg(short = 'c', long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(0..=1))]
     check: u8,
     /// Reductions, separated by commas: sum, prod, min, max, avg, all.
@@ -59,55 +59,54 @@ pub(crate) struct CollectivesArgs {
     /// Transports, separated by commas. [default: all that this machine has]
     #[arg(long, value_delimiter = ',')]
     transports: Vec<Rung>,
-    /// Ranks: processes, or threads for `local`. [default: 2, or as many as a launcher such as mpirun or srun has started, each of which is
-    /// then this program]
+    /// Number of ranks: processes, or threads for `local`. [default: 2; under a launcher such as mpirun or srun, which starts this program once for
+    /// each rank, its number of ranks]
     #[arg(long)]
     ranks: Option<usize>,
-    /// Independent channels between each pair of ranks.
+    /// Lanes, independent channels between each pair of ranks.
     #[arg(long)]
     lanes: Option<usize>,
-    /// What ranks do while they wait: park, adaptive, busy.
+    /// What a rank does while it waits for others: park (sleep), adaptive (poll for at most 50 µs, then sleep), busy (poll all the time).
     #[arg(long, default_value_t)]
     waiting: Waiting,
-    /// TCP congestion control by its kernel name, on all sockets of tcp-raw and those that tcp's ranks accept; zeromq's dialling
-    /// sockets and the peers keep the kernel's default. See --namespace-congestion for everybody's.
+    /// TCP congestion control, by its kernel name. It is set on all sockets of tcp-raw and on the accepted sockets of tcp; the sockets that ZeroMQ
+    /// dials, and Gloo and Open MPI, keep the kernel's default. --namespace-congestion sets it for all of them.
     #[arg(long)]
     congestion: Option<String>,
     /// QUIC congestion control: cubic, newreno, bbr or fixed:BYTES.
     #[arg(long)]
     quic_congestion: Option<String>,
-    /// QUIC's largest datagram in bytes.
+    /// QUIC's largest datagram, in bytes of UDP payload.
     #[arg(long)]
     mtu: Option<u16>,
-    /// Leave out the gate before ZeroMQ.
+    /// Leave out the gate, which lets only ranks of the job reach ZeroMQ's ports.
     #[arg(long)]
     no_gate: bool,
-    /// Algorithm of ours for every operation that it can run: direct, ring, sharded, recursive-doubling, halving-doubling, tree,
-    /// scatter-all-gather. [default: the table's choice]
+    /// Algorithm for every operation that it supports: direct, ring, sharded, recursive-doubling, halving-doubling, tree, scatter-all-gather.
+    /// [default: the table's choice]
     #[arg(long)]
     algorithm: Option<Algorithm>,
-    /// Measure every algorithm at every size, in place, and print where one overtakes another, as rules of the table.
+    /// Measure every algorithm at every size, in place, and print at which sizes each is fastest, as rules for the table that chooses algorithms.
     /// Without --ops for all-reduce and broadcast.
     #[arg(long, conflicts_with_all = ["algorithm", "peers", "one_way"])]
     tune: bool,
-    /// Rounds.
+    /// Number of rounds.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// One-way throughput in messages of 1 MiB and round trips of 8 B between 2 ranks, instead of collectives.
+    /// Instead of collectives measure the throughput of 1 MiB messages in one direction and the round trip of 8 B messages, between 2 ranks.
     #[arg(long, conflicts_with_all = ["ops", "minbytes", "maxbytes", "stepfactor", "stepbytes", "reductions", "datatypes", "algorithm", "root"])]
     one_way: bool,
-    /// What each precaution costs: heartbeats, the gate before ZeroMQ, encryption, calls compared before every operation, the search
-    /// for NaN; each as the ratio of the times with and without it.
+    /// Measure what each precaution costs, as the ratio of times with and without it: heartbeats, ZeroMQ's gate, encryption, the comparison of calls
+    /// before every operation, and the search for NaN.
     #[arg(long, conflicts_with_all = ["one_way", "tune", "peers", "transports", "no_gate"])]
     safety: bool,
-    /// Measure Gloo (PyTorch) and Open MPI (mpi4py) in the same rounds.
+    /// Also measure Gloo (through PyTorch) and Open MPI (through mpi4py), in the same rounds.
     #[arg(long)]
     peers: bool,
-    /// The Python that has torch and mpi4py.
+    /// Python interpreter with the packages torch and mpi4py.
     #[arg(long, default_value = "python3")]
     peer_python: PathBuf,
-    /// Run in a network namespace of its own whose loopback uses this TCP congestion control for everybody, the peers
-    /// included. Needs root.
+    /// Run in a separate network namespace, in which all TCP connections use this congestion control, those of Gloo and Open MPI too. Needs root.
     #[arg(long)]
     namespace_congestion: Option<String>,
     /// This is the process inside that namespace.
@@ -116,7 +115,7 @@ pub(crate) struct CollectivesArgs {
     /// Folder for collectives.jsonl, one object a row.
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Rows as JSON on standard output instead of the table.
+    /// Print the rows as JSON instead of the table.
     #[arg(long)]
     json: bool,
     /// Run although this is a debug build.
@@ -200,11 +199,11 @@ impl CollectivesArgs {
         }
         let started_here = [("--peers", self.peers), ("--namespace-congestion", self.namespace_congestion.is_some())];
         if let Some((option, _)) = started_here.into_iter().find(|(_, given)| *given) {
-            return Err(format!("{option} concerns ranks that this program starts, not those of a launcher").into());
+            return Err(format!("{option} is for ranks that this program starts, not for those of a launcher; leave it out").into());
         }
         let of_processes: Vec<Rung> = self.transports().into_iter().filter(|kind| !kind.is_threads()).collect();
         if of_processes.is_empty() {
-            return Err("--transports: none of them connects the processes of a launcher".into());
+            return Err("--transports: none of these transports connects the processes of a launcher; choose tcp-raw, tcp or quic".into());
         }
         Ok((launched, of_processes))
     }
@@ -224,7 +223,7 @@ impl CollectivesArgs {
     pub(crate) fn check(&self, launched: Option<usize>) -> Result<Settings, BenchError> {
         let (ranks, transports) = self.ranks(launched)?;
         if self.one_way && ranks != 2 {
-            return Err(format!("--one-way is between 2 ranks, not {ranks}").into());
+            return Err(format!("--one-way measures 2 ranks, not {ranks}; give --ranks 2").into());
         }
         if self.root >= ranks {
             return Err(format!("--root {} must be less than --ranks {ranks}", self.root).into());
@@ -325,7 +324,7 @@ impl CollectivesArgs {
         }
         if self.minbytes > self.maxbytes {
             let (min, max) = (self.minbytes, self.maxbytes);
-            return Err(format!("--minbytes {min} must not be more than --maxbytes {max}").into());
+            return Err(format!("--minbytes {min} must not be larger than --maxbytes {max}").into());
         }
         if self.stepbytes == Some(0) {
             return Err("--stepbytes must be at least 1".into());
@@ -342,7 +341,7 @@ impl CollectivesArgs {
             .take(MAX_SIZES + 1)
             .collect();
         if sizes.len() > MAX_SIZES {
-            return Err(format!("more than {MAX_SIZES} sizes; take larger steps").into());
+            return Err(format!("these are more than {MAX_SIZES} sizes; give a larger --stepfactor or --stepbytes").into());
         }
         Ok(sizes)
     }

@@ -101,7 +101,7 @@ impl Drop for Children {
 }
 
 fn spawn(mut command: Command, complaints: &File, program: &Path) -> Result<Child, String> {
-    let stderr = complaints.try_clone().map_err(|error| format!("the file for a program's complaints: {error}"))?;
+    let stderr = complaints.try_clone().map_err(|error| format!("the file for a program's error output: {error}"))?;
     command
         .env("OMP_NUM_THREADS", "1")
         .env("GLOO_SOCKET_IFNAME", "lo")

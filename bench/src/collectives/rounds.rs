@@ -189,7 +189,7 @@ impl<'a> Bench<'a> {
             note(&format!("# {name:<10} not available: {why}"));
         }
         if settings.options.congestion.is_some() && settings.peers.is_some() {
-            note("# the peers do not have our --congestion; --namespace-congestion reaches them too");
+            note("# --congestion does not apply to Gloo and Open MPI; --namespace-congestion does");
         }
     }
 
@@ -417,7 +417,8 @@ fn check_memory(settings: &Settings, ranks: usize) -> Result<(), BenchError> {
     let needed = 3.0 * largest * ranks as f64 * groups as f64;
     if needed > available {
         return Err(format!(
-            "{ranks} ranks with buffers of {largest:.0} B need about {:.1} GB of memory, and {:.1} GB are free; lower --maxbytes or --ranks",
+            "{ranks} ranks with buffers of {largest:.0} B need about {:.1} GB of memory, and {:.1} GB are free; give a smaller --maxbytes \
+             or fewer --ranks",
             needed / 1e9,
             available / 1e9
         )

@@ -15,35 +15,36 @@ use rig::record::Axis;
 use crate::plan::Draft;
 use crate::pytorch::SKIPPED;
 
-/// Measures how fast one device computes: the whole training step and each layer, as a share of what its matrix products reach and of what
-/// the device can do on paper, with memory and allocations.
+/// Measures how fast one device computes: the whole training step and each layer, as a share of the measured speed of matrix products and of the
+/// theoretical peak, with memory and allocations.
 ///
-/// Every round runs everything once, each in a process of its own, so that a busy moment of the machine hits all. The vocabulary is GPT-2's.
+/// Every round runs each case once, in a process of its own, so that other load on the machine affects all of them. The vocabulary is GPT-2's.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ComputeArgs {
-    /// Cases, separated by commas: PRESET:TxB is a preset with sequences of T tokens, B of them a step. [default: tiny:64x16,small:256x4,124m:256x1]
+    /// Cases, separated by commas: PRESET:TxB is the model size PRESET with B sequences of T tokens in a step. [default:
+    /// tiny:64x16,small:256x4,124m:256x1]
     #[arg(long, value_delimiter = ',', value_name = "PRESET:TxB")]
     cases: Vec<Case>,
-    /// Threads that compute. [default: the machine's cores]
+    /// Compute threads. [default: the machine's cores]
     #[arg(long)]
     threads: Option<usize>,
-    /// Timed steps of a run, after two more.
+    /// Timed steps of a run; two more come first and are not counted.
     #[arg(long, default_value_t = 6)]
     steps: u64,
-    /// Rounds.
+    /// Number of rounds.
     #[arg(long, default_value_t = 3)]
     rounds: u32,
-    /// By which kernels layers and loss are computed, separated by commas: fused, or composed of the backend's single operations. With both, in
-    /// the same rounds, the tables have how much longer the composed ones take.
+    /// Kernels of layers and loss, separated by commas: fused, or composed of the backend's single operations. With both, which run in the same
+    /// rounds, the tables show how much longer the composed ones take.
     #[arg(long, value_delimiter = ',', default_value = "fused", value_name = "KERNELS")]
     kernels: Vec<KernelChoice>,
-    /// Also measure PyTorch, in the same rounds: eager, or compiled by `torch.compile`, which needs a C++ compiler; both where none is named.
+    /// Also measure PyTorch, in the same rounds: eager, or compiled (by `torch.compile`, which needs a C++ compiler); without a value both.
     #[arg(long, value_delimiter = ',', num_args = 0.., value_name = "FORM")]
     peers: Option<Vec<Form>>,
-    /// The Python that has torch.
+    /// Python interpreter with the package torch.
     #[arg(long, default_value = "python3")]
     peer_python: PathBuf,
-    /// Measure whole steps only, and no layers.
+    /// Measure whole steps only, not single layers.
     #[arg(long)]
     no_layers: bool,
     /// Seconds that a run may take; compiling a large model takes minutes.
@@ -169,7 +170,7 @@ impl FromStr for Case {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let shape = || format!("`{text}` is no case; write PRESET:TxB, like tiny:64x16");
+        let shape = || format!("`{text}` is not a case; write PRESET:TxB, such as tiny:64x16");
         let (preset, sizes) = text.split_once(':').ok_or_else(shape)?;
         let (cols, rows) = sizes.split_once('x').ok_or_else(shape)?;
         let count = |digits: &str| digits.parse().ok().filter(|count| *count > 0).ok_or_else(shape);

@@ -39,7 +39,7 @@ impl Peaks {
             Err(why) => format!("unknown: {why}"),
         };
         format!(
-            "matrix peak: {:.1} GFLOP/s, our own {method} on {threads} thread(s); theoretical peak: {theoretical}",
+            "matrix peak: {:.1} GFLOP/s, measured with this program's {method} on {threads} thread(s); theoretical peak: {theoretical}",
             self.measured / 1e9
         )
     }

@@ -375,16 +375,15 @@ fn percent(shares: &[f64]) -> String {
     median(shares).map_or("-".into(), |share| format!("{:.0}%", 100.0 * share))
 }
 
-pub(super) const LEGEND: &str = "\
-    case: PRESET:TxB, B sequences of T tokens a step. Times: medians over rounds (least-most). FLOP: 6N + 12·L·H·Q·T a token of a whole step, \
-    of a layer those of its matrix products, forward and backward.\n\
-    of matrix: share of the measured matrix peak; MFU: share of the theoretical one. peak MB: of a step, what the process held at most, with its \
-    libraries; of a layer, what it had allocated at most beyond its input.\n\
-    allocs, large, MB asked: blocks that a step (or one layer) asked for, those of 1 MiB and more, and bytes of all. MB copied: what a step copies \
-    and fills with zeros of gradients and parameters.\n\
-    speed: the line's time over ours with fused kernels in the same round, of PyTorch's layers operation by operation; above 1 ours is faster. \
-    composed: ours, of the backend's single operations. block: a whole one in a pass, with \
-    residual sums; optimizer: with the norm, and with what brings gradients to it and weights back.";
+pub(super) const LEGEND: &str = "case: PRESET:TxB, B sequences of T tokens in a step. Times: medians over rounds (least-most). FLOP: for a \
+    whole step 6N + 12·L·H·Q·T per token, for a layer those of its matrix products, forward and backward.\n\
+    of matrix: share of the measured matrix peak; MFU: share of the theoretical one. peak MB: for a step the most memory that the process \
+    held, libraries included; for a layer the most that it allocated beyond its input.\n\
+    allocs, large, MB asked: number of allocations of a step (or one layer), number of those of 1 MiB and more, and bytes of all. MB \
+    copied: bytes of gradients and parameters that a step copies or fills with zeros.\n\
+    speed: the line's time divided by this program's with fused kernels in the same round (PyTorch's layers run operation by operation); \
+    above 1 this program is faster. composed: this program, with the backend's single operations. block: a whole block, residual sums \
+    included; optimizer: the gradient norm included, and moving gradients to the optimizer and weights back.";
 
 #[cfg(test)]
 mod tests {

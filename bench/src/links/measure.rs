@@ -82,7 +82,7 @@ impl Bench<'_> {
         let is_filled = sent.iter().any(|sent| sent.held_back > sent.packets / 100) || offered >= ENOUGH * asked;
         if row.is_out() && !is_filled && row.measured < asked / 1e6 {
             row.verdict = Verdict::NotFilled;
-            row.note = told([format!("this machine sends no more than {:.0} Mbit/s here", offered / 1e6), row.note]);
+            row.note = told([format!("this machine cannot send more than {:.0} Mbit/s here", offered / 1e6), row.note]);
         }
         Ok(vec![row])
     }
@@ -212,7 +212,7 @@ impl Bench<'_> {
         let sum = |of: fn(&Pipe) -> u64| pipes.iter().filter(on_the_way).map(of).sum::<u64>();
         let (lost, overflowed) = (sum(|pipe| pipe.lost), sum(|pipe| pipe.overflowed));
         if !pipes.is_empty() {
-            notes.push(format!("{lost} lost, {overflowed} too many for a queue"));
+            notes.push(format!("{lost} lost, {overflowed} dropped by a full queue"));
         }
         notes.extend(doubts);
         row.note = notes.join(", ");
@@ -297,7 +297,7 @@ fn told(parts: impl IntoIterator<Item = String>) -> String {
 }
 
 fn nothing(row: &Row) -> RunError {
-    RunError::Failed(format!("{} of {}, {}: nothing has come through", row.what, row.profile, row.way))
+    RunError::Failed(format!("{} of {}, {}: no packet arrived", row.what, row.profile, row.way))
 }
 
 /// What a rank has measured.

@@ -9,18 +9,18 @@ use rig::check::between;
 use rig::lines::Lines;
 use rig::link::{Carrier, Profile};
 
-/// Measures what links really do, beside what their profiles ask for.
+/// Measures links, and compares them with what their profiles ask for.
 ///
-/// Each profile is set up between network namespaces (as root, or in a user namespace) and measured from within. A rate is right
-/// within 3 %, a delay within 3 % or 100 µs, and a loss if it is likely for as many packets (99 %). Fails if one is not.
+/// Each profile is set up between network namespaces (as root, or in a user namespace) and measured inside them. A rate may be off by 3 %, a delay by
+/// 3 % or 100 µs; a loss must lie in the 99 % range for the number of packets sent. The exit code is 1 if one does not.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct LinksArgs {
-    /// Names of profiles, or paths of files of them, which end with .toml. [default: all that are part of this program]
+    /// Names of profiles, or paths of profile files, which end with .toml. [default: all profiles that come with this program]
     profiles: Vec<String>,
-    /// How long one measurement takes.
+    /// Seconds that one measurement takes.
     #[arg(long, default_value_t = 3.0)]
     seconds: f64,
-    /// Leave out what flows over TCP and QUIC make of the links.
+    /// Leave out the throughput of TCP and QUIC over the links.
     #[arg(long)]
     no_flows: bool,
     /// TCP congestion control on the links, by its kernel name. [default: the kernel's]
@@ -29,7 +29,7 @@ pub(crate) struct LinksArgs {
     /// Folder for links.jsonl.
     #[arg(long)]
     out: Option<PathBuf>,
-    /// One line of JSON a measurement, instead of a table.
+    /// Print a line of JSON for each measurement instead of a table.
     #[arg(long)]
     json: bool,
     /// Run although this is a debug build.

@@ -34,10 +34,10 @@ pub(crate) struct MemoryArgs {
     /// Blocks of the model, instead of the preset's: the more, the smaller a segment's part.
     #[arg(long, default_value = default("memory", Axis::Layers))]
     layers: usize,
-    /// Optimizer steps of a run.
+    /// Optimizer steps of each run.
     #[arg(long, default_value = default("memory", Axis::Steps))]
     steps: u64,
-    /// Sequences a step, over all ranks; a multiple of every number of ranks.
+    /// Sequences of a step, all ranks together; a multiple of every number in --ranks.
     #[arg(long, default_value = default("memory", Axis::Batch))]
     batch: usize,
     /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]

@@ -45,13 +45,13 @@ pub(crate) struct OverlapArgs {
     /// Ranks; the first half lives at one end of the link.
     #[arg(long, default_value = default("overlap", Axis::Ranks))]
     ranks: usize,
-    /// Threads that compute, in each rank.
+    /// Compute threads of each rank.
     #[arg(long, default_value_t = 1)]
     threads: usize,
     /// Model size.
     #[arg(long, default_value = default("overlap", Axis::Preset))]
     preset: Preset,
-    /// Sequences a step, over all ranks; a multiple of --ranks.
+    /// Sequences of a step, all ranks together; a multiple of --ranks.
     #[arg(long, default_value = default("overlap", Axis::Batch))]
     batch: usize,
     /// Steps of a job; the first two count for nothing.
@@ -63,10 +63,10 @@ pub(crate) struct OverlapArgs {
     /// A bucket of `ddp` is closed once it holds this many bytes of f32 gradients. [default: as in training]
     #[arg(long)]
     bucket_bytes: Option<usize>,
-    /// Type in which gradients travel.
+    /// Wire type, in which gradients are sent: f32, bf16, f16.
     #[arg(long, default_value = "f32")]
     wire: Precision,
-    /// Seed of weights and data order.
+    /// Random seed of weights and data order.
     #[arg(long, default_value_t = 1337)]
     seed: u64,
     /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]

@@ -122,13 +122,13 @@ pub(super) struct CommonArgs {
     /// Model size. [default: tiny; with --full 124m, and 350m for lin]
     #[arg(long)]
     preset: Option<Preset>,
-    /// Sequences a step, over all ranks; a multiple of --ranks. [default: 12, and 32 for lin; with --full the paper's, where it states one]
+    /// Sequences of a step, all ranks together; a multiple of --ranks. [default: 12, for lin 32; with --full the paper's, if it states one]
     #[arg(long)]
     batch: Option<usize>,
-    /// Seed of weights and data order.
+    /// Random seed of weights and data order.
     #[arg(long, default_value_t = 1337)]
     seed: u64,
-    /// Threads that compute, in each rank. [default: the machine's cores divided by --ranks]
+    /// Compute threads of each rank. [default: the machine's cores divided by --ranks]
     #[arg(long)]
     threads: Option<usize>,
     /// A text file, a folder of text files, or (with --full) token shards. [default: documentation of this program's own dependencies]

@@ -30,10 +30,10 @@ pub(crate) struct ParityArgs {
     /// Transports of the count, separated by commas.
     #[arg(long, value_delimiter = ',', default_values_t = transports::of_bytes())]
     transports: Vec<TransportKind>,
-    /// Optimizer steps of a run of the comparison.
+    /// Optimizer steps of each run of the comparison.
     #[arg(long, default_value = default("parity", Axis::Steps))]
     steps: u64,
-    /// Seed of weights and data order.
+    /// Random seed of weights and data order.
     #[arg(long, default_value_t = 1337)]
     seed: u64,
     /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]

@@ -45,7 +45,7 @@ pub(crate) struct PeersArgs {
     /// Ranks.
     #[arg(long, default_value = default("peers", Axis::Ranks))]
     ranks: usize,
-    /// Threads that compute, in each rank.
+    /// Compute threads of each rank.
     #[arg(long, default_value_t = 1)]
     threads: usize,
     /// Transformer blocks of the model.
@@ -60,7 +60,7 @@ pub(crate) struct PeersArgs {
     /// Tokens of a sequence.
     #[arg(long, default_value = default("peers", Axis::Block))]
     block: usize,
-    /// Sequences a step, over all ranks; a multiple of --ranks.
+    /// Sequences of a step, all ranks together; a multiple of --ranks.
     #[arg(long, default_value = default("peers", Axis::Batch))]
     batch: usize,
     /// Timed steps of a job, after two more.

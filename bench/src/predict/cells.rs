@@ -34,10 +34,10 @@ pub(crate) struct CellOptions {
     /// Model size.
     #[arg(long, default_value = "mini")]
     preset: Preset,
-    /// Sequences a step, over all ranks; a multiple of the number of ranks. [default: 4 for each of the most ranks]
+    /// Sequences of a step, all ranks together; a multiple of every number in --ranks. [default: 4 times the largest number in --ranks]
     #[arg(long)]
     batch: Option<usize>,
-    /// Threads that compute, in each rank.
+    /// Compute threads of each rank.
     #[arg(long, default_value_t = 1)]
     threads: usize,
     /// Steps that are recorded; the first two count for nothing.
