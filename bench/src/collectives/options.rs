@@ -73,7 +73,7 @@ pub(crate) struct CollectivesArgs {
     /// dials, and Gloo and Open MPI, keep the kernel's default. --namespace-congestion sets it for all of them.
     #[arg(long)]
     congestion: Option<String>,
-    /// QUIC congestion control: cubic, newreno, bbr or fixed:BYTES.
+    /// QUIC congestion control: cubic, bbr, reno, auto or fixed:BYTES.
     #[arg(long)]
     quic_congestion: Option<String>,
     /// QUIC's largest datagram, in bytes of UDP payload.

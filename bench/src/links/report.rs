@@ -85,9 +85,9 @@ pub(super) fn table(rows: &[Row]) -> String {
     let mut text = columns(&HEADER, &lines, HEADER.len());
     let count = |verdict| rows.iter().filter(|row| row.verdict == verdict).count();
     let (ok, out, unknown) = (count(Verdict::Ok), count(Verdict::Out), count(Verdict::NotFilled));
-    text += &format!("\n{ok} ok, {out} off");
+    text += &format!("\n{ok} ok, {out} OUT of range");
     if unknown > 0 {
-        text += &format!(", {unknown} too fast for this machine to check");
+        text += &format!(", {unknown} not filled (faster than this machine can send)");
     }
     text
 }

@@ -16,10 +16,10 @@ use crate::plan::{Draft, default};
 /// The largest part of the parameters that the embedding may be: it is held as a whole by every strategy.
 const MOST_EMBEDDING: f64 = 0.35;
 
-/// Measures what a rank of each strategy takes, by what it is for, and compares it with what it should.
+/// Measures the memory of a rank by purpose, for each strategy, and compares it with bounds from theory.
 ///
-/// Ranks are processes that talk through shared memory. The program exits with 1 when parameters, gradients or optimizer take more than
-/// their bound, or when plain data parallelism stays within the bounds of the strategies that shard.
+/// Ranks are processes that communicate through shared memory. The exit code is 1 if parameters, gradients or optimizer take more memory than their
+/// bound; or if ddp stays within the bounds of the sharding strategies, because then those bounds prove nothing.
 #[derive(Debug, clap::Args)]
 pub(crate) struct MemoryArgs {
     /// Strategies, separated by commas: single, ddp, zero1, zero2, fsdp.
@@ -31,7 +31,7 @@ pub(crate) struct MemoryArgs {
     /// Model size.
     #[arg(long, default_value = default("memory", Axis::Preset))]
     preset: Preset,
-    /// Blocks of the model, instead of the preset's: the more, the smaller a segment's part.
+    /// Transformer blocks of the model, instead of the preset's number. The more blocks, the smaller a segment is compared with the whole model.
     #[arg(long, default_value = default("memory", Axis::Layers))]
     layers: usize,
     /// Optimizer steps of each run.
@@ -43,7 +43,7 @@ pub(crate) struct MemoryArgs {
     /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]
     #[arg(long)]
     data: Option<PathBuf>,
-    /// Folder for memory.jsonl, a line of JSON for each row.
+    /// Folder for memory.jsonl, which has a line of JSON for each row.
     #[arg(long)]
     out: Option<PathBuf>,
     /// Run although this is a debug build.
@@ -74,7 +74,7 @@ impl MemoryArgs {
             [StrategyKind::Single, StrategyKind::Ddp, StrategyKind::Zero1, StrategyKind::Zero2, StrategyKind::Fsdp];
         if let Some(strategy) = self.strategies.iter().find(|strategy| !OFFERED.contains(strategy)) {
             return Err(format!(
-                "--strategies {strategy}: there is no bound for it; choose single, ddp, zero1, zero2 or fsdp"
+                "--strategies {strategy}: this command has no bounds for it; choose single, ddp, zero1, zero2 or fsdp"
             )
             .into());
         }
@@ -88,7 +88,8 @@ impl MemoryArgs {
         let share = embedding_share(&segments);
         if share >= MOST_EMBEDDING {
             return Err(format!(
-                "the embedding is {:.0} % of this model's parameters, and every strategy holds it as a whole; choose a larger --preset or more --layers",
+                "the embedding has {:.0} % of this model's parameters, and every strategy keeps all of it in memory, so sharding could not \
+                 show; choose a larger --preset or more --layers",
                 100.0 * share
             )
             .into());
@@ -118,7 +119,7 @@ impl MemoryArgs {
         let asked = |strategy: &StrategyKind| *strategy != StrategyKind::Single || self.ranks.contains(&1);
         let strategies: Vec<StrategyKind> = self.strategies.iter().copied().filter(asked).collect();
         if strategies.is_empty() {
-            return Err("--strategies single is one device: add 1 to --ranks, or another strategy".into());
+            return Err("--strategies single runs on 1 rank: add 1 to --ranks, or another strategy".into());
         }
         draft
             .set(Axis::Strategy, &strategies)

@@ -191,8 +191,11 @@ pub(super) fn table(rows: &[Row]) -> String {
         })
         .collect();
     format!(
-        "peak memory of a rank in MiB, from the first step to the last, by what it is for; each on the rank where it is largest\n\
-         (peaks of categories are of different moments; resident is all that the process ever held, this program and its start included)\n\n{}",
+        "peak memory of a rank in MiB, from the first step to the last, by purpose; each figure is that of the rank where it is largest\n\
+         (each purpose has its peak at another moment; resident is the most memory that the process ever held, with the program itself and \
+         its start)\n\
+         \n\
+         {}",
         columns(&HEADER, &lines, 2)
     )
 }
@@ -217,7 +220,7 @@ pub(super) fn verdicts(settings: &Settings, rows: &[Row]) -> Vec<Verdict> {
             verdicts.push(Verdict {
                 kind: "control",
                 what: format!(
-                    "ddp on {most} ranks takes {} MiB of {}, more than {strategy} may: {} MiB",
+                    "ddp on {most} ranks takes {} MiB of {}, which is more than the bound of {strategy}, {} MiB",
                     mib(bytes),
                     category.name(),
                     mib(bound)
@@ -235,7 +238,7 @@ pub(super) fn verdicts(settings: &Settings, rows: &[Row]) -> Vec<Verdict> {
             verdicts.push(Verdict {
                 kind: "effect",
                 what: format!(
-                    "{strategy} on {most} ranks, {what}: {} fall from {} to {} MiB, to {:.0} % (at most {:.0} %)",
+                    "{strategy} on {most} ranks, {what}: {} fall from {} to {} MiB, which is {:.0} % (the bound is {:.0} %)",
                     category.name(),
                     mib(before),
                     mib(after),
@@ -259,7 +262,7 @@ pub(super) fn verdicts(settings: &Settings, rows: &[Row]) -> Vec<Verdict> {
         if let Some(recomputed) = recomputed {
             verdicts.push(Verdict {
                 kind: "effect",
-                what: format!("{strategy} on {most} ranks, recomputation: the weights are the same to the bit"),
+                what: format!("{strategy} on {most} ranks, recomputation: the weights are bit-identical"),
                 holds: recomputed.weights_hash.is_some() && recomputed.weights_hash == plain.weights_hash,
             });
         }

@@ -122,15 +122,18 @@ pub(super) fn introduction(settings: &Settings) -> String {
 /// The bounds in words.
 pub(super) fn formulas() -> String {
     format!(
-        "bounds (sizes in f32; N ranks; w is 1, or 1/2 where weights are of 16 bits; on top {:.0} % and {:.0} KiB, and for parameters {} KiB a tensor):\n\
-         parameters  single, ddp    P                         all weights in f32, which are the optimizer's masters\n\
-         \x20           the same       w(P + S + T)              in 16 bits, and the segment that replaces one, which is cut tensor by tensor\n\
-         \x20           zero1, zero2   w(P + 2S + max(T, S/N))  all weights, two segments being gathered, and a tensor of one or this rank's shard\n\
-         \x20           fsdp           P/N + w(2S + E)           masters, the segment in use and the one to come, the embedding from its \
+        "bounds (sizes in f32; N ranks; w is 1, or 1/2 if weights have 16 bits; plus {:.0} % and {:.0} KiB, and for parameters {} KiB per \
+         tensor):\n\
+         parameters  single, ddp    P                         all weights in f32, which are also the optimizer's masters\n\
+         \x20           the same       w(P + S + T)              weights in 16 bits, and the gathered segment that replaces the old one \
+         tensor by tensor\n\
+         \x20           zero1, zero2   w(P + 2S + max(T, S/N))  all weights, two segments that are being gathered, and one tensor or this \
+         rank's shard\n\
+         \x20           fsdp           P/N + w(2S + E)           masters, the segment in use and the next one, and the embedding from its \
          forward to its backward pass\n\
          gradients   single, ddp    P                         all of them\n\
          \x20           zero1          P + S                     all of them until the end of the pass, then this rank's shards\n\
-         \x20           zero2, fsdp    P/N + 2S                  this rank's shards, the segment on its way and the one that is put together\n\
+         \x20           zero2, fsdp    P/N + 2S                  this rank's shards, the segment being sent and the segment being packed\n\
          optimizer   single, ddp    2P                        two moments; 3P in 16 bits, with the masters\n\
          \x20           zero1, zero2   3P/N\n\
          \x20           fsdp           2P/N                      two moments",

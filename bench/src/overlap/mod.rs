@@ -30,7 +30,7 @@ pub(crate) fn run(args: &OverlapArgs) -> Result<ExitCode, BenchError> {
     if args.has_link() {
         gain_namespaces();
         if let Some(why) = TestNetwork::unavailable() {
-            return Err(format!("{why}; --loopback stays without a link").into());
+            return Err(format!("{why}; with --loopback no link is needed").into());
         }
     }
     // Before the link: from here on a signal ends this program in good order.

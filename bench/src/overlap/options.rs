@@ -18,31 +18,31 @@ use serde::{Serialize, Serializer};
 
 use crate::plan::{Draft, default};
 
-/// Shows how much communication hides behind the backward pass, over a slow link.
+/// Measures how much of the communication runs during the backward pass, over a slow link.
 ///
-/// The ranks live in two network namespaces joined by a link of a given rate (needs root, or a user namespace), and train the same model in turn by
-/// each strategy over each transport, in rounds, so that a busy moment of the machine hits all of them.
+/// The ranks run in two network namespaces that are connected by a link of the given rate (needs root, or a user namespace). They train the same
+/// model with each strategy over each transport in turn, in rounds, so that other load on the machine affects all of them.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct OverlapArgs {
-    /// Rate of the link, each way: 1gbit, 250mbit or the like; none for as fast as the kernel copies.
+    /// Rate of the link in each direction, such as 1gbit or 250mbit; none for no limit.
     #[arg(long, default_value = "1gbit")]
     rate: RateLimit,
-    /// Stay on loopback, without a link; needs no root.
+    /// Run on loopback instead of a link; needs no root.
     #[arg(long, conflicts_with_all = ["rate", "mtu", "congestion"])]
     loopback: bool,
-    /// Largest packet of the link in bytes.
+    /// MTU of the link, its largest packet, in bytes.
     #[arg(long, default_value_t = 1500)]
     mtu: u32,
-    /// TCP congestion control of everything on the link, by its kernel name. [default: the kernel's]
+    /// TCP congestion control of all connections over the link, by its kernel name. [default: the kernel's]
     #[arg(long)]
     congestion: Option<String>,
-    /// Strategies, separated by commas; NAME-no-overlap starts no communication before the backward pass has ended.
+    /// Strategies, separated by commas; NAME-no-overlap starts communication only after the backward pass.
     #[arg(long, value_delimiter = ',', default_value = "ddp,ddp-no-overlap,ring")]
     pub(super) strategies: Vec<Variant>,
     /// Transports, separated by commas.
     #[arg(long, value_delimiter = ',', default_values_t = transports::over_networks())]
     transports: Vec<TransportKind>,
-    /// Ranks; the first half lives at one end of the link.
+    /// Number of ranks; the first half runs at one end of the link, the second half at the other.
     #[arg(long, default_value = default("overlap", Axis::Ranks))]
     ranks: usize,
     /// Compute threads of each rank.
@@ -54,13 +54,13 @@ pub(crate) struct OverlapArgs {
     /// Sequences of a step, all ranks together; a multiple of --ranks.
     #[arg(long, default_value = default("overlap", Axis::Batch))]
     batch: usize,
-    /// Steps of a job; the first two count for nothing.
+    /// Steps of each run; the first two are not counted.
     #[arg(long, default_value = default("overlap", Axis::Steps))]
     steps: u64,
-    /// Rounds.
+    /// Number of rounds.
     #[arg(long, default_value_t = 5)]
     rounds: u32,
-    /// A bucket of `ddp` is closed once it holds this many bytes of f32 gradients. [default: as in training]
+    /// Size of a bucket of ddp, in bytes of f32 gradients. [default: as in training]
     #[arg(long)]
     bucket_bytes: Option<usize>,
     /// Wire type, in which gradients are sent: f32, bf16, f16.
@@ -72,7 +72,7 @@ pub(crate) struct OverlapArgs {
     /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]
     #[arg(long)]
     pub(super) data: Option<PathBuf>,
-    /// Seconds that a job may take.
+    /// Seconds that a run may take.
     #[arg(long, default_value_t = 120)]
     cell_timeout: u64,
     /// Folder for overlap.jsonl. [default: a new folder under bench-results/]
@@ -114,16 +114,16 @@ impl OverlapArgs {
             return Err("--cell-timeout must be at least 1".into());
         }
         if let Some(single) = self.strategies.iter().find(|variant| variant.strategy == StrategyKind::Single) {
-            return Err(format!("--strategies {single}: it does not communicate, so nothing can be hidden").into());
+            return Err(format!("--strategies {single}: it does not communicate, so there is nothing to overlap; leave it out").into());
         }
         if let Some(Variant { strategy, .. }) =
             self.strategies.iter().find(|variant| !variant.overlap && !variant.strategy.spec().overlaps)
         {
-            return Err(format!("--strategies {strategy}{WITHOUT}: {strategy} never overlaps; write {strategy}").into());
+            return Err(format!("--strategies {strategy}{WITHOUT}: {strategy} never overlaps; give {strategy}").into());
         }
         if let Some(threads) = self.transports.iter().find(|kind| kind.medium() == Medium::Threads) {
             return Err(format!(
-                "--transports {threads}: its ranks are threads, which cannot live at two ends of a link"
+                "--transports {threads}: its ranks are threads of one process, which cannot be at two ends of a link; choose another transport"
             )
             .into());
         }

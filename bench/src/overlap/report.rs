@@ -139,7 +139,7 @@ impl Table {
         let rate = self.cells.iter().flat_map(|(_, rows)| rows).find_map(|row| row.rate);
         if let Some((bytes, ms)) = most.and_then(|bytes| Some((bytes, rate?.ms_of(bytes)))) {
             text.push_str(&format!(
-                "\n{:.2} MB take {ms:.1} ms at the link's rate, without any header",
+                "\nAt the link's rate {:.2} MB take {ms:.1} ms, headers not included",
                 bytes as f64 / 1e6
             ));
         }
@@ -241,13 +241,13 @@ fn moves_nothing(row: &Row) -> bool {
 }
 
 const LEGEND: &str = "\n\
-    step: median over rounds (least-most). exposed: how long a step waits for gradients and parameters, on the rank that waits longest; \
-    scalars: for loss and norm.\n\
+    step: median over rounds (least-most). exposed: how long a step waits for gradients and parameters, on the rank that waits longest. \
+    scalars: how long it waits for loss and gradient norm.\n\
     compute: forward and backward pass, on the slowest rank.\n\
-    slowed: compute less compute over `null`, which moves nothing, by the same strategy in the same round, median (least-most): what communication \
-    costs the passes. What overlap saves is hidden less slowed.\n\
-    comm.: how long at least one operation is under way, waiting for the other rank included; hidden: what of it is not exposed.\n\
-    step / ring: round by round, median (least-most); below 1 a step is faster than that of ring over the same transport.";
+    slowed: by how much communication slows the passes down: compute minus the compute of the same strategy over `null`, which sends nothing, \
+    in the same round; median (least-most). Overlap saves hidden minus slowed.\n\
+    comm.: how long at least one operation is in progress, waiting for the other rank included. hidden: the part of it that is not exposed.\n\
+    step / ring: step time divided by that of ring over the same transport, round by round; median (least-most). Below 1 it is faster than ring.";
 
 /// `part` of `whole` in percent.
 fn share(part: Option<f64>, whole: Option<f64>) -> String {

@@ -73,7 +73,7 @@ pub(super) fn run(args: &BaiArgs) -> Result<Vec<Row>, BenchError> {
     let draft = draft(&settings, steps, args.mixed)?;
     settings.batches(&draft)?;
     settings
-        .introduce("Bai 2022 (HP3C; arXiv 2206.06356), run again under equal conditions", &format!("{steps} steps"));
+        .introduce("Bai 2022 (HP3C; arXiv 2206.06356), repeated under equal conditions", &format!("{steps} steps"));
     say_stated(full);
     let rows = measure(&settings, &draft, &variants(args.mixed))?;
     say_tables(&rows);
@@ -195,7 +195,7 @@ fn say_speed(rows: &[Row]) {
     ];
     say(format_args!("\nspeed, utilisation by rank, loss\n{}", table(&header, &speed, 2)));
     say(
-        "exposed: how long a step waits for other ranks, on the rank where that is longest; CPU %: processor time over wall time and threads",
+        "exposed: how long a step waits for other ranks, on the rank that waits longest; CPU %: processor time divided by wall time and threads",
     );
 }
 
@@ -214,11 +214,11 @@ fn say_memory(rows: &[Row]) {
         })
         .collect();
     say(format_args!(
-        "\npeak memory during training in MB, of the rank that holds most\n{}",
+        "\npeak memory during training in MB, of the rank that takes most\n{}",
         table(&header, &memory, 2)
     ));
     say(
-        "each purpose at its own peak, so they add up to more than `all`; RSS: the process with program, text and start",
+        "each purpose has its peak at another moment, so they add up to more than `all`; RSS: the whole process, with program, text and start",
     );
 }
 
@@ -252,7 +252,7 @@ fn say_work(rows: &[Row]) {
         })
         .collect();
     say(format_args!(
-        "\nwhat each rank did, counted, beside what the strategy's definition asks for (ranks apart by a slash where they differ)"
+        "\ncounts of each rank, compared with the strategy's definition (ranks that differ are separated by a slash)"
     ));
     say(table(&header, &work, 1));
     let skipped: Vec<String> = measured(rows)
@@ -261,7 +261,7 @@ fn say_work(rows: &[Row]) {
         .collect();
     if !skipped.is_empty() {
         say(format_args!(
-            "steps skipped by loss scaling, without an update, on all ranks alike: {}",
+            "steps skipped by loss scaling, without an update, on all ranks: {}",
             skipped.join("; ")
         ));
     }
@@ -288,11 +288,12 @@ const ORIGINAL_HEADER: [&str; 9] = [
     "optimizer steps",
 ];
 
-const UNFAIR: &str = "Where the original was unfair. Its strategies are separate scripts that differ in more than the strategy: 4 to 32 \
-    sequences a step, with a learning rate that follows in one of them only; other numbers of devices and epochs; Apex at O2 in one and \
-    O1 in another. With Horovod in f32 gradients are clipped on each rank while they are still being averaged. With Horovod and Apex the \
-    optimizer steps twice for each batch. And under the names of parameter servers run DataParallel (one process that scatters the model and \
-    the batch and gathers gradients on GPU 0: here ps is nearest) and DistributedDataParallel (all-reduce, no server: here ddp).";
+const UNFAIR: &str = "Where the original comparison was unfair. Its strategies are separate scripts that differ in more than the strategy: \
+    4 to 32 sequences a step, with a learning rate that is adapted to this in only one of them; other numbers of devices and epochs; Apex \
+    at O2 in one and O1 in another. With Horovod in f32 gradients are clipped on each rank while they are still being averaged. With \
+    Horovod and Apex the optimizer steps twice for each batch. What it calls parameter servers is DataParallel (one process that scatters \
+    the model and the batch and gathers gradients on GPU 0; the nearest strategy here is ps) and DistributedDataParallel (all-reduce, no \
+    server; here ddp).";
 
 /// What was the same in all rows.
 fn fair(rows: &[Row], settings: &Settings) -> String {
@@ -300,11 +301,11 @@ fn fair(rows: &[Row], settings: &Settings) -> String {
     let exact = measured(rows).filter(|(row, _)| row.config.precision == Precision::F32);
     let most = exact.filter_map(|(row, _)| row.loss_difference).fold(0.0, f64::max);
     format!(
-        "What this run does instead: one loop for every strategy, seed {}, the same order of the data, {} sequences a step over all ranks, one \
-         schedule, clipping after averaging, and one update a step. For {held} of {} rows it was asserted that configurations differ in \
-         strategy and precision alone, that every rank's optimizer stepped once for each step, that operations, messages and bytes are those \
-         of the formula on every rank in every step, and that the first losses are single's (f32: to {most:.0e}). All ranks of a row ended \
-         with the same weights.",
+        "What this run does instead: one loop for every strategy, seed {}, the same order of the data, {} sequences a step over all ranks, \
+         one schedule, clipping after averaging, and one update a step. For {held} of {} rows it was checked that configurations differ \
+         only in strategy and precision, that every rank's optimizer took one step in each step, that operations, messages and bytes are \
+         those of the formula on every rank in every step, and that the first losses equal single's (f32: within {most:.0e}). All ranks of \
+         a row ended with the same weights.",
         settings.seed,
         settings.batch,
         rows.len()
@@ -330,7 +331,7 @@ fn say_findings(rows: &[Row]) {
         ("ring over sharded-ps", ring, sharded),
         ("ddp (what the paper's code calls a distributed server) over sharded-ps", ddp, sharded),
         (
-            "a dedicated server, which is a process more, over one that computes",
+            "a dedicated server, which is one more process, over one that computes",
             find(rows, StrategyKind::Ps, true, false),
             ps,
         ),
@@ -362,8 +363,8 @@ fn say_findings(rows: &[Row]) {
         && let (Some(one), Some(many)) = (busiest(ps), busiest(sharded))
     {
         said.push(format!(
-            "A single server sends {:.2} MB a step, the busiest of the distributed ones {:.2} MB: N-1 times the model against less than twice the \
-             model, whatever the number of ranks N, so the two come apart from 3 ranks on.",
+            "A single server sends {:.2} MB a step, N-1 times the model for N ranks; the busiest of the distributed servers sends {:.2} \
+             MB, less than twice the model for any N. So the two differ from 3 ranks on.",
             one as f64 / 1e6,
             many as f64 / 1e6
         ));
@@ -390,14 +391,13 @@ fn fastest_and_concluded(rows: &[Row]) -> Option<String> {
     let ratio = summary.tokens_per_s / its_summary.tokens_per_s;
     let told = row.quartiles().zip(concluded.quartiles()).map(|(of, over)| verdict(ratio, of, over));
     Some(format!(
-        "Fastest here is {} with {:.0} tokens/s; {}, which the paper concludes is best on a single node, has {:.0} (the other over it: {}, \
-                 {}).",
+        "Fastest here is {} with {:.0} tokens/s; {}, which the paper concludes is best on a single node, has {:.0} (ratio {}, {}).",
         row.name,
         summary.tokens_per_s,
         concluded.name,
         its_summary.tokens_per_s,
         times(ratio),
-        told.unwrap_or("of too few steps to tell")
+        told.unwrap_or("too few steps to tell")
     ))
 }
 
@@ -413,17 +413,17 @@ fn final_losses(rows: &[Row]) -> Option<String> {
     };
     let ((low, high), (mixed_low, mixed_high)) = (finals(false)?, finals(true)?);
     Some(format!(
-        "Under equal conditions the strategies learn alike: final losses are {low:.4} to {high:.4} in f32 and {mixed_low:.4} to \
-             {mixed_high:.4} in mixed precision; where a comparison shows different losses by step, other conditions differ."
+        "Under equal conditions all strategies reach similar losses: final losses are {low:.4} to {high:.4} in f32 and {mixed_low:.4} to \
+             {mixed_high:.4} in mixed precision; if a comparison shows different losses at the same step, its conditions were not equal."
     ))
 }
 
 fn caveats(settings: &Settings, mixed: Mixed) -> String {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let mut said = vec![format!(
-        "What this run cannot tell. It is one run of each row, over {} on one machine of {cores} cores, so a \
-         difference is called one only where the quartiles of the steps do not overlap, and what the machine did meanwhile is in the figures; \
-         there is no second node on which robustness could show.",
+        "What this run cannot show. It has one run of each row, over {} on one machine with {cores} cores. So a difference is stated only \
+         if the quartiles of the step times do not overlap, and other load on the machine is part of the figures. With a single node it \
+         says nothing about robustness on several nodes.",
         settings.transport
     )];
     said.push(format!(
@@ -432,12 +432,13 @@ fn caveats(settings: &Settings, mixed: Mixed) -> String {
         settings.threads
     ));
     said.push(match mixed {
-        Mixed::Bf16 => "Mixed precision is bf16 with f32 masters and needs no loss scaling (--mixed f16 has it, as Apex); a CPU computes bf16 by \
-             way of f32, so its arithmetic gains nothing, whereas the V100 of the paper multiplies f16 several times faster. The bytes sent are halved all \
-             the same."
+        Mixed::Bf16 => "Mixed precision is bf16 with f32 masters and needs no loss scaling (--mixed f16 uses it, like Apex). A CPU \
+             converts bf16 to f32 to compute, so its arithmetic is not faster, whereas the V100 of the paper multiplies f16 several times \
+             faster than f32. The bytes sent are halved in both cases."
             .into(),
-        Mixed::F16 => "Mixed precision is f16 with f32 masters and dynamic loss scaling; a CPU computes f16 by way of f32, so its arithmetic gains nothing, \
-             whereas the V100 of the paper multiplies f16 several times faster. The bytes sent are halved all the same."
+        Mixed::F16 => "Mixed precision is f16 with f32 masters and dynamic loss scaling. A CPU converts f16 to f32 to compute, so its \
+             arithmetic is not faster, whereas the V100 of the paper multiplies f16 several times faster than f32. The bytes sent are \
+             halved in both cases."
             .to_string(),
     });
     if !settings.full {
@@ -508,7 +509,7 @@ fn utilisation(rows: &[Row]) -> Result<String, String> {
 
 fn memory(rows: &[Row]) -> Result<String, String> {
     plot::bars(&Bars {
-        title: "Memory of the rank that holds most",
+        title: "Memory of the rank that takes most",
         value: "MB, each purpose at its own peak",
         parts: Category::ALL.map(|category| category.name().to_string()).to_vec(),
         groups: rows

@@ -64,7 +64,7 @@ pub(super) fn run(args: &LinArgs) -> Result<Vec<Row>, BenchError> {
     let wanted = choices.wanted(&draft)?;
     settings.batches(&draft)?;
     let what = format!("{steps} steps, optimizer {}, links: {}", choices.optimizer, choices.links.join(", "));
-    settings.introduce("Lin et al. 2020 (arXiv 2008.00177), its optimizations one after the other, on GPT-2", &what);
+    settings.introduce("Lin et al. 2020 (arXiv 2008.00177): its optimizations one after another, on GPT-2", &what);
     say(format_args!("{}\n", paragraph(STATED)));
     if full {
         say(format_args!("{}\n", paragraph(STATED_FULL)));
@@ -97,7 +97,7 @@ fn links(wanted: &[String]) -> Result<Vec<String>, BenchError> {
     match TestNetwork::unavailable() {
         None => Ok(wanted.to_vec()),
         Some(why) => {
-            say(format_args!("over loopback alone, since there can be no emulated links here: {why}"));
+            say(format_args!("only loopback is measured, because emulated links are not possible here: {why}"));
             Ok(vec![LOOPBACK.into()])
         }
     }
@@ -114,29 +114,31 @@ fn schedule(optimizer: OptimizerKind, steps: u64, full: bool) -> String {
     format!("cosine {rates} {} {}", (steps / 12).min(2000), steps.max(10))
 }
 
-const STATED: &str = "What the paper states (abstract): BERT can be pretrained in 12 days on a cluster of widely available GPUs of a university's size, by \
-    optimizations of what a single device gets done, of how the work is distributed over nodes and GPUs, and of the communication that is the \
-    bottleneck of the network; with much less expensive hardware than NVIDIA's DGX machines or Google's TPU Pods. By accounts of the paper, \
-    which could not be checked: data sharding, mixed precision, fused kernels, gradient accumulation, communication behind the backward pass; \
-    LAMB, in two phases with sequences of 128 and of 512 tokens; nodes of T4 GPUs and a network of 10 Gbit/s. Not found: its tables and figures, \
-    batch, learning rate, micro-steps, and what each optimization gained.";
+const STATED: &str = "What the paper states (abstract): BERT can be pretrained in 12 days on a cluster of widely available GPUs of a \
+    university's size, by optimizing the throughput of a single device, the distribution over nodes and GPUs, and the communication, for \
+    which the network is the bottleneck; with much less expensive hardware than NVIDIA's DGX machines or Google's TPU Pods. According to \
+    descriptions of the paper by others, which could not be checked: data sharding, mixed precision, fused kernels, gradient accumulation, \
+    communication during the backward pass; LAMB, in two phases with sequences of 128 and of 512 tokens; nodes of T4 GPUs and a network of \
+    10 Gbit/s. Not found: its tables and figures, batch, learning rate, micro-steps, and what each optimization gained.";
 
 const STATED_FULL: &str = "--full takes from that GPT-2 with 350 million parameters, which has the 24 layers, 16 heads and width 1024 of BERT-large, \
     sequences of 512 tokens and of 128, LAMB, and the 8 ranks of a node. 128 sequences a step and the learning rate of LAMB's rule for them are \
     this program's, and so is GPT-2's tokenizer; give a text with --data.";
 
-const ONLY_BERT: &str = "What BERT alone has, and is not here: the masked-word and next-sentence losses (GPT-2 learns from every token, so a step of as \
-    many tokens learns more), attention in both directions, segments of sentence pairs, WordPiece, prepared shards of masked text, and the score on SQuAD after \
-    fine-tuning by which BERT is judged. The phases are as BERT's: nine tenths of the steps with sequences a fourth as long, after which the other positions, \
-    which GPT-2 learns as BERT does, are trained. A step of either phase has the same tokens here, and a batch of the same text, so that the phases differ in nothing else.";
+const ONLY_BERT: &str = "What BERT has and this run does not: the masked-word and next-sentence losses (GPT-2 learns from every token, so \
+    a step of as many tokens learns more), attention in both directions, segments of sentence pairs, WordPiece, prepared shards of masked \
+    text, and the score on SQuAD after fine-tuning by which BERT is judged. The phases are as BERT's: nine tenths of the steps with \
+    sequences a fourth as long, after which the other positions, which GPT-2 learns as BERT does, are trained. A step of either phase has \
+    the same tokens here, and a batch of the same text, so that the phases differ in nothing else.";
 
 fn caveats(settings: &Settings) -> String {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let mut said = format!(
-        "What this run cannot tell. It is one run of each row, over {} on one machine of {cores} cores, so that a difference is called one only where the \
-         quartiles of the steps do not overlap. A CPU computes 16-bit types by way of f32: mixed precision halves bytes and memory of activations, and its arithmetic \
-         gains nothing, whereas a T4 multiplies f16 several times faster. Every rank reads its own rows of a batch, always: what data sharding saves of \
-         reading is the column `data` of one device beside that of the ranks.",
+        "What this run cannot show. It has one run of each row, over {} on one machine with {cores} cores. So a difference is stated only \
+         if the quartiles of the step times do not overlap. A CPU converts 16-bit types to f32 to compute: mixed precision halves the \
+         bytes sent and the memory of activations, but its arithmetic is not faster, whereas a T4 multiplies f16 several times faster than \
+         f32. Every rank always reads only its own part of a batch; to see how much reading this saves, compare the column `data` of one \
+         device and of the ranks.",
         settings.transport
     );
     if !settings.full {

@@ -36,7 +36,7 @@ pub(crate) fn run(args: &PaperArgs) -> Result<ExitCode, BenchError> {
     };
     for row in &rows {
         for problem in &row.problems {
-            say(format_args!("ASSERTION FAILED: {}: {problem}", row.name));
+            say(format_args!("CHECK FAILED: {}: {problem}", row.name));
         }
         if row.summary.is_none() {
             say(format_args!("ROW FAILED: {}: {}", row.name, row.status));
@@ -44,7 +44,7 @@ pub(crate) fn run(args: &PaperArgs) -> Result<ExitCode, BenchError> {
     }
     let sound = rows.iter().all(Row::is_sound);
     if sound {
-        say(format_args!("\nAll {} rows ran, and every assertion held.", rows.len()));
+        say(format_args!("\nAll {} rows ran, and all checks hold.", rows.len()));
     }
     Ok(if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

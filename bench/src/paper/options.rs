@@ -23,12 +23,12 @@ use rig::signal::Signals;
 
 use crate::plan::Draft;
 
-/// Runs the comparison of a published paper again, with equal conditions for all strategies.
+/// Repeats the comparison of a published paper, with equal conditions for all strategies.
 ///
-/// Each row is a run of its own, in processes of its own, over one transport. All rows share the training loop, the seed, the order of
-/// the data, the global batch, the schedule and the arithmetic; this is asserted, and so are the operations and bytes a step that the
-/// strategy's definition asks for, and exactly one update a step. The program prints tables, what it finds beside what the paper
-/// concludes, and writes rows (JSON lines) and pictures (SVG) to a folder. It exits with 1 when a row fails or an assertion does not hold.
+/// Each row is a separate run, in processes of its own. All rows have the same transport, training loop, seed, order of the data, global batch,
+/// schedule and arithmetic. The program checks this, and that each step has the operations and bytes of the strategy's definition and exactly one
+/// update. It prints tables and compares its findings with the paper's conclusions, and writes rows (JSON lines) and pictures (SVG) to a folder. The
+/// exit code is 1 if a row fails or a check does not hold.
 #[derive(Debug, Args)]
 pub(crate) struct PaperArgs {
     #[command(subcommand)]
@@ -44,17 +44,16 @@ pub(super) enum Paper {
 
 /// Bai 2022 (HP3C; arXiv 2206.06356): one device, parameter servers, Horovod, and mixed precision.
 ///
-/// Rows: single; ps, a single parameter server, which computes as well or is dedicated; sharded-ps, a distributed one; ring, Horovod;
-/// the last two in mixed precision; and ddp in both, which the paper's code runs under the name of a distributed parameter server.
-/// Written are loss against time, utilisation by rank, number of parameter servers, memory by purpose, tokens/s, and operations counted
-/// against the formula.
+/// Rows: single; ps, a single parameter server, which also computes or is dedicated; sharded-ps, a distributed one; ring, Horovod; and ddp, which the
+/// paper's code calls a distributed parameter server. The last three also run in mixed precision. The results are loss against time, utilisation by
+/// rank, number of parameter servers, memory by purpose, tokens/s, and counted operations compared with the formula.
 #[derive(Debug, Args)]
 pub(crate) struct BaiArgs {
     /// Optimizer steps of each row. [default: 120; 200 with --full]
     #[arg(long)]
     pub(super) steps: Option<u64>,
-    /// The 16-bit type of the mixed-precision rows, for computation and gradients on their way: bf16, or f16 with dynamic loss scaling,
-    /// as the paper's Apex has it. Masters and optimizer are f32 in every row.
+    /// 16-bit type of the mixed-precision rows, in which they compute and send gradients: bf16, or f16 with dynamic loss scaling, like Apex in the
+    /// paper. Masters and optimizer are f32 in every row.
     #[arg(long, value_enum, default_value = "bf16")]
     pub(super) mixed: Mixed,
     #[command(flatten)]
@@ -63,44 +62,43 @@ pub(crate) struct BaiArgs {
 
 /// Patwardhan et al. 2024 (arXiv 2405.15628): one device, DDP and FSDP, epoch by epoch.
 ///
-/// Rows: single, ddp, fsdp. Written are throughput, gradient norm, time, training and validation loss of each epoch, and memory by purpose.
+/// Rows: single, ddp, fsdp. The results are throughput, gradient norm, time, training and validation loss of each epoch, and memory by purpose.
 #[derive(Debug, Args)]
 pub(crate) struct PatwardhanArgs {
-    /// Epochs.
+    /// Number of epochs.
     #[arg(long, default_value_t = 3)]
     pub(super) epochs: u64,
-    /// Most optimizer steps of an epoch: a longer text is cut. [default: 100; with --full the whole text]
+    /// Most optimizer steps of an epoch; a longer text is cut off. [default: 100; with --full the whole text]
     #[arg(long)]
     pub(super) steps: Option<u64>,
     #[command(flatten)]
     pub(super) common: CommonArgs,
 }
 
-/// Lin et al. 2020 (arXiv 2008.00177): what makes pretraining on a cluster with an ordinary network fast enough, one optimization after
-/// the other.
+/// Lin et al. 2020 (arXiv 2008.00177): optimizations that make pretraining on a cluster with an ordinary network fast enough, one after another.
 ///
-/// Rows: one device; then data sharding, mixed precision, fused operations, gradient accumulation, and communication during the backward
-/// pass, each with all before it, over each link; then all of them with a larger batch, on more ranks with the same batch (strong scaling) and with
-/// one that grows (weak scaling), and with short sequences, as in the first phase of BERT's training. Written are throughput, exposed communication, bytes, memory and
-/// loss, and what each step gains.
+/// Rows, over each link: one device; then data sharding, mixed precision, fused operations, gradient accumulation, and communication during the
+/// backward pass, each added to those before it; then all of them with a larger batch, on more ranks with the same batch (strong scaling) and with a
+/// batch that grows with the ranks (weak scaling), and with short sequences first, like BERT's training. The results are throughput, exposed
+/// communication, bytes, memory and loss, and the gain of each optimization.
 #[derive(Debug, Args)]
 pub(crate) struct LinArgs {
     /// Optimizer steps of each row. [default: 30; 100 with --full]
     #[arg(long)]
     pub(super) steps: Option<u64>,
-    /// The 16-bit type of mixed precision, for computation and gradients on their way: bf16, or f16 with dynamic loss scaling.
+    /// 16-bit type of mixed precision, in which ranks compute and send gradients: bf16, or f16 with dynamic loss scaling.
     #[arg(long, value_enum, default_value = "bf16")]
     pub(super) mixed: Mixed,
-    /// Optimizer of all rows: lamb, as BERT is trained with large batches, or adamw.
+    /// Optimizer of all rows: lamb, with which BERT is trained in large batches, or adamw.
     #[arg(long, default_value = "lamb")]
     pub(super) optimizer: OptimizerKind,
-    /// Micro-steps a step where gradients are accumulated, and how many times larger the larger batch is.
+    /// Micro-steps of a step in rows with gradient accumulation; the larger batch is this many times as large.
     #[arg(long, default_value_t = 4)]
     pub(super) accumulation: usize,
-    /// Links, separated by commas: profiles, by name or file (see `bench links --help`).
+    /// Links, separated by commas: names or files of profiles (see `bench links --help`).
     #[arg(long, value_delimiter = ',', default_value = "lan-10g,lan-1g,lan-100m")]
     pub(super) links: Vec<String>,
-    /// Numbers of ranks of the scaling, separated by commas. Where ranks share cores, the table says so.
+    /// Numbers of ranks for the scaling rows, separated by commas. The table marks rows whose ranks share cores.
     #[arg(long, value_delimiter = ',', default_value = "2,4")]
     pub(super) scale_ranks: Vec<usize>,
     #[command(flatten)]
@@ -113,10 +111,10 @@ pub(super) struct CommonArgs {
     /// Folder for rows and pictures. [default: a new folder under bench-results/]
     #[arg(long)]
     out: Option<PathBuf>,
-    /// What connects the ranks: local, shm, tcp-raw, tcp (ZeroMQ), quic.
+    /// Transport that connects the ranks: local, shm, tcp-raw, tcp (ZeroMQ), quic.
     #[arg(long, default_value_t)]
     transport: TransportKind,
-    /// Ranks that compute; a dedicated parameter server is one more. [default: 2; with --full the paper's devices, 8 of lin's]
+    /// Number of ranks that compute; a dedicated parameter server is one more. [default: 2; with --full the paper's number of devices, 8 for lin]
     #[arg(long)]
     ranks: Option<usize>,
     /// Model size. [default: tiny; with --full 124m, and 350m for lin]
@@ -134,8 +132,8 @@ pub(super) struct CommonArgs {
     /// A text file, a folder of text files, or (with --full) token shards. [default: documentation of this program's own dependencies]
     #[arg(long)]
     data: Option<PathBuf>,
-    /// The paper's size: GPT-2 with 124 million parameters (for lin 350 million, which has the shape of BERT-large), GPT-2's tokenizer, and the
-    /// sequence length, batch and learning rate that the paper states, where it does. Takes days on a CPU.
+    /// Use the paper's size: GPT-2 with 124 million parameters (for lin 350 million, the shape of BERT-large), GPT-2's tokenizer, and the sequence
+    /// length, batch and learning rate that the paper states, if it states them. This takes days on a CPU.
     #[arg(long)]
     full: bool,
     /// Seconds that a row may take. [default: 900; a week with --full]
@@ -281,7 +279,7 @@ impl CommonArgs {
         let out = results_folder(self.out.clone(), "paper")?;
         let rows = out.join("results.jsonl");
         if rows.exists() {
-            return Err(format!("{} holds an earlier run; give a new folder with --out", rows.display()).into());
+            return Err(format!("{} holds an earlier run; give another folder with --out", rows.display()).into());
         }
         Ok(out)
     }
@@ -354,7 +352,7 @@ impl Settings {
             self.seed
         ));
         if self.full {
-            say("--full: without a GPU this takes days; results.jsonl grows row by row");
+            say("--full: without a GPU this takes days; each finished row is written to results.jsonl");
         }
         say(format_args!("results: {}\n", self.out.display()));
     }

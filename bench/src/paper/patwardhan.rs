@@ -73,7 +73,7 @@ pub(super) fn run(args: &PatwardhanArgs) -> Result<Vec<Row>, BenchError> {
         .set(Axis::ValidateEvery, &[an_epoch])
         .set(Axis::Schedule, &[format!("cosine {rates} {} {}", (steps / 20).min(100), steps.max(10))]);
     settings.introduce(
-        "Patwardhan et al. 2024 (arXiv 2405.15628), run again under equal conditions",
+        "Patwardhan et al. 2024 (arXiv 2405.15628), repeated under equal conditions",
         &format!("{} epochs of {an_epoch} steps", args.epochs),
     );
     say(format_args!("{}\n", paragraph(STATED)));
@@ -115,11 +115,11 @@ const STATED: &str = "What the paper states: GPT-2, PyTorch's DDP and FSDP (abst
 const STATED_FULL: &str = "--full takes from that the model, the tokenizer and two devices. Sequences of 1024 tokens (GPT-2's own), 8 a step, \
     a learning rate of 6e-4 and the number of epochs are this program's; give All the News with --data.";
 
-const UNKNOWN: &str = "What is equal here: all rows train in one loop, with the same seed, order of the data, global batch, schedule, clipping \
-    after averaging, and one update a step, which was asserted for each row together with operations and bytes by the formula; so a step, an \
-    epoch and a loss mean the same in each row. Whether that was so in the original could not be verified. Where a batch is given for each \
-    device, as PyTorch's samplers have it, two devices take half the steps an epoch, and losses by epoch compare numbers of updates rather \
-    than strategies.";
+const UNKNOWN: &str = "What is equal here: all rows use one training loop, with the same seed, order of the data, global batch and \
+    schedule, with clipping after averaging and one update in each step. This was checked for each row, and so were operations and bytes \
+    by the formula. So a step, an epoch and a loss mean the same in each row. Whether that was so in the original could not be verified. \
+    If the batch is a number for each device, as with PyTorch's samplers, an epoch has half as many steps on two devices, and losses by \
+    epoch compare numbers of updates rather than strategies.";
 
 fn epochs(row: &Row, summary: &Run) -> Vec<Epoch> {
     let known = [summary.epochs.len(), summary.losses.len(), summary.grad_norms.len(), summary.seconds.len()];
@@ -170,7 +170,7 @@ fn say_tables(rows: &[Row], epochs: &[Epoch]) {
         })
         .collect();
     let header = ["row", "epoch", "steps", "tokens/s", "seconds", "mean norm", "largest norm", "loss", "val. loss"];
-    say(format_args!("\nepoch by epoch (validation is not in the time)\n{}", table(&header, &lines, 1)));
+    say(format_args!("\nepoch by epoch (the time does not include validation)\n{}", table(&header, &lines, 1)));
 
     let single = rows.first().and_then(|row| row.summary.as_ref());
     let mut header = vec!["row", "tokens/s", "of single", "tokens/s a rank", "step ms", "exposed ms", "CPU %", "MB"];
@@ -204,16 +204,16 @@ fn say_tables(rows: &[Row], epochs: &[Epoch]) {
         .collect();
     say(format_args!("\nthe whole run\n{}", table(&header, &lines, 1)));
     say(
-        "MB and what follows: peak memory during training of the rank that holds most, then each purpose at its own peak; ops/step: counted of \
-         what the formula asks for; exposed: how long a step waits for other ranks",
+        "MB: peak memory during training, of the rank that takes most; the columns after it have each purpose at its own peak; ops/step: \
+         operations counted, and by the formula; exposed: how long a step waits for other ranks",
     );
 }
 
 fn findings(rows: &[Row], epochs: &[Epoch]) -> String {
     let of = |kind: StrategyKind| measured(rows).find(|(row, _)| row.config.strategy == kind);
     let (single, ddp, fsdp) = (of(StrategyKind::Single), of(StrategyKind::Ddp), of(StrategyKind::Fsdp));
-    let mut said = vec!["What this run finds. By a published summary the paper finds that FSDP excels in memory, that a single GPU has a high \
-        throughput at the cost of longer training, that DDP is a stable middle ground, and that all losses converge."
+    let mut said = vec!["What this run finds. According to a published summary, the paper finds that FSDP is best in memory, that a single \
+        GPU has a high throughput but takes longer, that DDP is in the middle, and that all losses converge."
         .to_string()];
     let peak = |row: &Row| row.fullest().map(|(_, usage)| usage);
     if let (Some((fsdp, _)), Some((ddp, _)), Some((single, _))) = (fsdp, ddp, single)
@@ -222,8 +222,9 @@ fn findings(rows: &[Row], epochs: &[Epoch]) -> String {
         let kept =
             |usage: gpt2::memory::Usage| (usage.parameters.peak + usage.gradients.peak + usage.optimizer.peak) as f64;
         said.push(format!(
-            "Memory: the fullest rank of fsdp peaks at {:.1} MB, of ddp at {:.1} MB, single at {:.1} MB; parameters, gradients and optimizer \
-             state alone (each at its peak) are {} of ddp's with fsdp. DDP keeps all of them on every rank and shares out activations alone.",
+            "Memory: the peak of the rank that takes most is {:.1} MB with fsdp, {:.1} MB with ddp and {:.1} MB with single. Parameters, \
+             gradients and optimizer state alone (each at its peak) take {} with fsdp of what they take with ddp. DDP keeps all of them on \
+             every rank and divides only the activations.",
             fsdp.total.peak as f64 / 1e6,
             ddp.total.peak as f64 / 1e6,
             single.total.peak as f64 / 1e6,
@@ -234,11 +235,11 @@ fn findings(rows: &[Row], epochs: &[Epoch]) -> String {
     let of_both = quartiles(fsdp).zip(quartiles(ddp));
     let speed = |row: Option<(&Row, &Run)>| row.map(|(row, summary)| (summary.tokens_per_s, row.ranks as f64));
     if let (Some((one, _)), Some((ddp, ranks)), Some((fsdp, _))) = (speed(single), speed(ddp), speed(fsdp)) {
-        let told = of_both.map_or("of too few steps to tell", |(of, over)| verdict(fsdp / ddp, of, over));
+        let told = of_both.map_or("too few steps to tell", |(of, over)| verdict(fsdp / ddp, of, over));
         said.push(format!(
             "Throughput: ddp has {} of single's on {ranks:.0} ranks and fsdp {}; of ddp's fsdp has {} ({told}). For each device single has \
-             {one:.0} tokens a second and ddp {:.0}. For the same text, higher throughput and shorter training are one and the same; a single \
-             device can have the first without the second only where throughput is counted for each device.",
+             {one:.0} tokens a second and ddp {:.0}. For the same text a higher throughput means a shorter training; a single device can \
+             have a higher throughput and yet train longer only if throughput is counted for each device.",
             times(ddp / one),
             times(fsdp / one),
             times(fsdp / ddp),
@@ -247,8 +248,8 @@ fn findings(rows: &[Row], epochs: &[Epoch]) -> String {
     }
     let apart = |of: fn(&Row) -> Option<f64>| rows.iter().filter_map(of).fold(0.0, f64::max);
     said.push(format!(
-        "Gradient norms and losses: over the first steps both agree with single's to {:.0e} (losses) and {:.0e} (norms); the strategies compute the \
-         same thing, so where gradients are more stable with one of them, batch, rate or precision differ as well.",
+        "Gradient norms and losses: in the first steps both agree with single's within {:.0e} (losses) and {:.0e} (norms). The strategies \
+         compute the same, so if gradients are more stable with one of them, then batch, learning rate or precision differ as well.",
         apart(|row| row.loss_difference),
         apart(|row| row.norm_difference)
     ));
@@ -266,14 +267,14 @@ fn findings(rows: &[Row], epochs: &[Epoch]) -> String {
 fn caveats(settings: &Settings) -> String {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let mut said = format!(
-        "What this run cannot tell. It is one run of each row, over {} on one machine of {cores} cores; what the machine did meanwhile is in the figures. \
-         Memory is the peak of the run, not of each epoch.",
+        "What this run cannot show. It has one run of each row, over {} on one machine with {cores} cores; other load on the machine is \
+         part of the figures. Memory is the peak of the run, not of each epoch.",
         settings.transport
     );
     if !settings.full {
         said.push_str(&format!(
-            " The model has {:.1} M parameters, of which activations and buffers take a larger part than of GPT-2's 124 M, and the text is read \
-             byte by byte (--full has the paper's size).",
+            " The model has {:.1} M parameters; compared with them activations and buffers are larger than with GPT-2's 124 M. The text is \
+             read byte by byte (--full has the paper's size).",
             settings.model.parameter_count() as f64 / 1e6
         ));
     }
@@ -316,7 +317,7 @@ fn draw(rows: &[Row], epochs: &[Epoch], settings: &Settings) -> Result<Vec<Strin
     let labels = Labels { title: "Loss by epoch", x: "epoch", y: "loss (nats a token)" };
     picture(out, "loss.svg", plot::lines(&labels, &losses, true), &mut written)?;
     let memory = Bars {
-        title: "Memory of the rank that holds most",
+        title: "Memory of the rank that takes most",
         value: "MB, each purpose at its own peak",
         parts: Category::ALL.map(|category| category.name().to_string()).to_vec(),
         groups: rows

@@ -253,7 +253,7 @@ impl Row {
             self.norm_difference = Some(norm);
         }
         if let Some(problem) = self.problems.first() {
-            self.status = format!("off: {problem}");
+            self.status = format!("wrong: {problem}");
         }
         self.summary = Some(summary);
     }
@@ -275,13 +275,13 @@ fn problems(config: &TrainConfig, base: &TrainConfig, summary: &Run, off: Option
         ..config.clone()
     };
     if alike != *base {
-        problems.push("its configuration differs from the other rows' in more than strategy and precision".into());
+        problems.push("its configuration differs from that of the other rows in more than strategy and precision".into());
     }
     problems.extend(off);
     let steps = config.steps;
     let lengths = [summary.losses.len(), summary.grad_norms.len(), summary.seconds.len(), summary.epochs.len()];
     if summary.steps != steps || lengths.iter().any(|length| *length as u64 != steps) {
-        problems.push(format!("{} steps and {lengths:?} records of them, not {steps}", summary.steps));
+        problems.push(format!("{} steps, and {lengths:?} records of steps, instead of {steps}", summary.steps));
     }
     if summary.skipped_steps > 0 && config.loss_scaling == LossScaling::Off {
         problems.push(format!("{} steps were skipped without loss scaling", summary.skipped_steps));

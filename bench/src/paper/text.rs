@@ -67,7 +67,7 @@ pub(super) fn times(ratio: f64) -> String {
 }
 
 /// What [`verdict`] says of speeds that it does not tell apart.
-pub(super) const UNDECIDED: &str = "no difference that this run can tell";
+pub(super) const UNDECIDED: &str = "no difference was found";
 
 /// What may be said of two speeds, of which each is known with its quartiles: a difference is one only where these do not overlap.
 pub(super) fn verdict(ratio: f64, of: (f64, f64), over: (f64, f64)) -> &'static str {
@@ -108,6 +108,6 @@ mod tests {
     fn speeds_differ_where_their_quartiles_do_not_overlap() {
         assert_eq!(verdict(1.7, (160.0, 180.0), (95.0, 105.0)), "faster");
         assert_eq!(verdict(0.5, (45.0, 55.0), (95.0, 105.0)), "slower");
-        assert_eq!(verdict(1.1, (100.0, 120.0), (90.0, 101.0)), "no difference that this run can tell");
+        assert_eq!(verdict(1.1, (100.0, 120.0), (90.0, 101.0)), "no difference was found");
     }
 }

@@ -138,8 +138,11 @@ pub(crate) fn table(counts: &[Count]) -> String {
     }
     format!(
         "payload bytes and messages that a rank sends in a step for gradients and parameters, counted and by the strategy's formula\n\
-         (fewest–most over ranks; the hash of the weights is one on all ranks, and on all transports of a line)\n\n{}\n\n\
-         {} of {} runs as the formula, with the same weights as over the first transport",
+         (fewest–most over ranks; the hash of the weights is the same on all ranks, and over all transports of a line)\n\
+         \n\
+         {}\n\
+         \n\
+         {} of {} runs have the counts of the formula, and the same weights as over the first transport",
         columns(&HEADER, &lines, 3),
         counts.iter().filter(|count| count.holds).count(),
         counts.len()

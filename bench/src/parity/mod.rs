@@ -67,10 +67,10 @@ pub(crate) fn run(args: &ParityArgs) -> Result<ExitCode, BenchError> {
         + counted.iter().filter(|row| !row.holds).count();
     say(match wrong {
         0 => format!(
-            "everything within its bound, every fault noticed, every count as the formula ({:.0} s)",
+            "all differences are within their bounds, all planted faults were noticed, and all counts match the formulas ({:.0} s)",
             start.elapsed().as_secs_f64()
         ),
-        wrong => format!("{wrong} rows are NOT as they should be"),
+        wrong => format!("{wrong} rows are WRONG"),
     });
     Ok(if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -103,7 +103,7 @@ impl<'a> Baselines<'a> {
     fn of(records: &'a [Record]) -> Result<Self, BenchError> {
         let single = |column: Column| {
             let is = |record: &&Record| record.cell.strategy == "single" && Column::of(&record.cell) == Some(column);
-            let record = records.iter().find(is).ok_or_else(|| format!("no run of single, {}", column.name()))?;
+            let record = records.iter().find(is).ok_or_else(|| format!("there is no run of single, {}", column.name()))?;
             let measured = outcome(record).map_err(|why| format!("the baseline, single on one rank: {why}"))?;
             Ok::<_, String>((Curves::of(measured), &record.cell))
         };
@@ -111,7 +111,7 @@ impl<'a> Baselines<'a> {
         let clip: f64 = cell.clip.as_deref().unwrap_or("1").parse()?;
         if !clipped.norms.iter().any(|norm| *norm > clip) {
             return Err(
-                format!("no gradient of the baseline is longer than {clip}: clipping would not be compared").into()
+                format!("no gradient norm of the baseline is above {clip}, so clipping would not be tested").into()
             );
         }
         Ok(Baselines { clipped, unclipped: single(Column::Unclipped)?.0, cell })

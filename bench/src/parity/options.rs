@@ -15,19 +15,20 @@ use rig::transports;
 use super::plan::Variant;
 use crate::plan::{Draft, default};
 
-/// Compares every strategy with one device, with faults planted as a control, and its messages with its formula.
+/// Compares the losses and gradient norms of every strategy with those of one device, and its bytes and messages with its formula. Planted faults
+/// check that a wrong result is noticed.
 ///
-/// Ranks are threads of one process for the comparison, and processes over each transport but `local` for the count. The program exits
-/// with 1 when a run differs by more than the bound of its column, a planted fault stays within the bound, or a count is off the formula.
+/// For the comparison ranks are threads of one process; for the counts they are processes, except with `local`. The exit code is 1 if a run differs
+/// by more than the bound of its column, if a planted fault stays within the bound, or if a count differs from the formula.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ParityArgs {
-    /// Strategies, separated by commas; ps also with a dedicated server.
+    /// Strategies, separated by commas; ps runs with and without a dedicated server.
     #[arg(long, value_delimiter = ',', default_value = default("parity", Axis::Strategy))]
     strategies: Vec<StrategyKind>,
-    /// Numbers of ranks of the comparison, separated by commas.
+    /// Numbers of ranks for the comparison, separated by commas.
     #[arg(long, value_delimiter = ',', default_value = default("parity", Axis::Ranks))]
     ranks: Vec<usize>,
-    /// Transports of the count, separated by commas.
+    /// Transports for the counts, separated by commas.
     #[arg(long, value_delimiter = ',', default_values_t = transports::of_bytes())]
     transports: Vec<TransportKind>,
     /// Optimizer steps of each run of the comparison.
@@ -39,7 +40,7 @@ pub(crate) struct ParityArgs {
     /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]
     #[arg(long)]
     data: Option<PathBuf>,
-    /// Folder for parity.jsonl, a line of JSON for each row.
+    /// Folder for parity.jsonl, which has a line of JSON for each row.
     #[arg(long)]
     out: Option<PathBuf>,
     /// Run although this is a debug build.
@@ -69,18 +70,19 @@ impl ParityArgs {
         }
         if let Some(other) = self.strategies.iter().find(|kind| !kind.spec().is_one_device) {
             return Err(format!(
-                "--strategies {other}: its ranks train by themselves for a time, so that it computes something else than one device"
+                "--strategies {other}: it cannot be compared, because its ranks do not all average gradients in every step, so it computes \
+                 something else than one device; leave it out"
             )
             .into());
         }
         let variants = Variant::of(&self.strategies);
         if variants.is_empty() {
-            return Err("--strategies: none of them communicates".into());
+            return Err("--strategies: at least one must communicate, such as ddp".into());
         }
         // Up to so many ranks every share of the batch is even, with one worker less too.
         if let Some(ranks) = self.ranks.iter().find(|ranks| !(1..=4).contains(*ranks)) {
             let batch = default("parity", Axis::Batch);
-            return Err(format!("--ranks {ranks} must lie between 1 and 4: a step has {batch} sequences").into());
+            return Err(format!("--ranks {ranks} must be from 1 to 4, because a step has {batch} sequences").into());
         }
         if let Some(why) = self.transports.iter().find_map(|transport| transport.missing()) {
             return Err(why.into());

@@ -154,9 +154,12 @@ pub(super) fn comparison(variants: &[Variant], cell: &Cell, rows: &[Compared]) -
         .map(|row| format!("\n! {} on {} ranks, {}: {}", row.strategy, row.ranks, row.option, row.status))
         .collect();
     format!(
-        "parity: the largest relative difference of any step's loss or gradient norm to single in f32 on the same global batch\n\
-         ({}, {} sequences, {} steps, gradients clipped to {}, ranks are threads, one option at a time)\n\n{}\n\n\
-         largest in f32 {:.1e}, with a 16-bit type {:.1e}; {} of {} runs within their bound{}",
+        "parity: the largest relative difference of a step's loss or gradient norm from single in f32 on the same global batch\n\
+         ({}, {} sequences, {} steps, gradients clipped to {}, ranks are threads, one option at a time)\n\
+         \n\
+         {}\n\
+         \n\
+         largest difference in f32 {:.1e}, with a 16-bit type {:.1e}; {} of {} runs are within their bound{}",
         cell.preset,
         cell.batch,
         cell.steps,
@@ -183,9 +186,11 @@ pub(super) fn faults(rows: &[FaultDetection]) -> String {
         })
         .collect();
     format!(
-        "planted faults, f32 on {FAULT_RANKS} ranks, all of which end with the same weights: {} of {} exceed the bound\n\
-         (AdamW and clipping divide a constant factor out of the update again, so a missing 1/N shows in the gradient norm, and hardly in \
-         the loss)\n\n{}",
+        "planted faults, f32 on {FAULT_RANKS} ranks, whose weights are the same at the end: {} of {} exceed the bound, as they should\n\
+         (AdamW and clipping cancel a constant factor of the gradients, so a missing 1/N shows in the gradient norm, and hardly in the \
+         loss)\n\
+         \n\
+         {}",
         rows.iter().filter(|row| row.noticed).count(),
         rows.len(),
         columns(&HEADER, &lines, 2)

@@ -33,7 +33,7 @@ pub(crate) fn run(args: &PeersArgs) -> Result<ExitCode, BenchError> {
     if args.has_link() {
         gain_namespaces();
         if let Some(why) = TestNetwork::unavailable() {
-            return Err(format!("{why}; without --rate there is no link").into());
+            return Err(format!("{why}; without --rate no link is needed").into());
         }
     }
     // Before the link: from here on a signal ends this program in good order.

@@ -14,13 +14,13 @@ use rig::transports;
 use crate::plan::{Draft, default};
 use crate::pytorch::{SKIPPED, Torch};
 
-/// Trains the same model as PyTorch does over Gloo, side by side, by the strategies that both have.
+/// Compares training here with PyTorch over Gloo: the same model, with the strategies that both have.
 ///
-/// Every round runs everything once, each in processes of its own, so that a busy moment of the machine hits all. Both sides also
-/// train without any communication in every round: what a step takes longer than that is its exposed communication.
+/// Every round runs each case once, in processes of its own, so that other load on the machine affects all of them. In every round both sides also
+/// train without communication; the difference to that step time is the exposed communication.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct PeersArgs {
-    /// The Python that has torch; without torch, ours run alone.
+    /// Python interpreter with the package torch; without torch only this program is measured.
     #[arg(long, default_value = "python3")]
     peer_python: PathBuf,
     /// Leave PyTorch out.
@@ -29,20 +29,20 @@ pub(crate) struct PeersArgs {
     /// Strategies, separated by commas; PyTorch has ddp, fsdp and zero2.
     #[arg(long, value_delimiter = ',', default_value = default("peers", Axis::Strategy))]
     pub(super) strategies: Vec<StrategyKind>,
-    /// Transports of ours, separated by commas.
+    /// Transports of this program, separated by commas; PyTorch uses Gloo.
     #[arg(long, value_delimiter = ',', default_values_t = transports::between_processes())]
     transports: Vec<TransportKind>,
-    /// Put a link of this rate between the first and the second half of the ranks: 1gbit, 250mbit or the like, or none for as fast
-    /// as the kernel copies. Needs root, or a user namespace. [default: loopback]
+    /// Put a link of this rate, such as 1gbit or 250mbit, between the first and the second half of the ranks; none for a link without a limit. Needs
+    /// root, or a user namespace. [default: loopback]
     #[arg(long)]
     rate: Option<RateLimit>,
-    /// Largest packet of the link in bytes.
+    /// MTU of the link, its largest packet, in bytes.
     #[arg(long, default_value_t = 1500, requires = "rate")]
     mtu: u32,
-    /// TCP congestion control of everything on the link, PyTorch included, by its kernel name. [default: the kernel's]
+    /// TCP congestion control of all connections over the link, PyTorch's included, by its kernel name. [default: the kernel's]
     #[arg(long, requires = "rate")]
     congestion: Option<String>,
-    /// Ranks.
+    /// Number of ranks.
     #[arg(long, default_value = default("peers", Axis::Ranks))]
     ranks: usize,
     /// Compute threads of each rank.
@@ -63,22 +63,22 @@ pub(crate) struct PeersArgs {
     /// Sequences of a step, all ranks together; a multiple of --ranks.
     #[arg(long, default_value = default("peers", Axis::Batch))]
     batch: usize,
-    /// Timed steps of a job, after two more.
+    /// Timed steps of a run; two more come first and are not counted.
     #[arg(long, default_value_t = 8)]
     steps: u64,
-    /// Rounds.
+    /// Number of rounds.
     #[arg(long, default_value_t = 3)]
     rounds: u32,
-    /// A bucket of our ddp is closed once it holds this many bytes. [default: as in training]
+    /// Size of a bucket of this program's ddp, in bytes. [default: as in training]
     #[arg(long)]
     bucket_bytes: Option<usize>,
-    /// Megabytes of a bucket of PyTorch's ddp; 25 is its own default.
+    /// Size of a bucket of PyTorch's ddp, in MB; 25 is PyTorch's default.
     #[arg(long, default_value_t = 25.0)]
     peer_bucket_mb: f64,
-    /// Seed of weights and tokens.
+    /// Random seed of weights and tokens.
     #[arg(long, default_value_t = 1337)]
     seed: u64,
-    /// Seconds that a job may take.
+    /// Seconds that a run may take.
     #[arg(long, default_value_t = 120)]
     cell_timeout: u64,
     /// Folder for peers.jsonl. [default: a new folder under bench-results/]
@@ -111,11 +111,11 @@ impl PeersArgs {
             return Err(format!("--peer-bucket-mb {} must be above 0", self.peer_bucket_mb).into());
         }
         if self.strategies.contains(&StrategyKind::Single) {
-            return Err("--strategies single: training without communication is measured anyway".into());
+            return Err("--strategies single: training without communication is always measured; leave it out".into());
         }
         if let Some(threads) = self.transports.iter().find(|kind| kind.medium() == Medium::Threads) {
             return Err(format!(
-                "--transports {threads}: its ranks are threads of one process; PyTorch's are processes"
+                "--transports {threads}: its ranks are threads of one process, and PyTorch's are processes; choose another transport"
             )
             .into());
         }

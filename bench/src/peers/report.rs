@@ -258,11 +258,12 @@ impl Serialize for Side {
 }
 
 const LEGEND: &str = "\n\
-    step: of the slowest rank, median over rounds (least-most). alone: all ranks at once, each by itself, on its share of the batch.\n\
-    exposed: step less the step alone of the same side in the same round. waits, scalars: how long our trainer itself sees a step wait \
-    for gradients and parameters, and for loss and norm.\n\
-    Both sides compute the norm of the gradient and all-reduce loss and norm in every step.\n\
-    speed kept: step alone / step. Ratios: ours / PyTorch's with the same strategy, round by round; below 1 ours takes less.";
+    step: of the slowest rank, median over rounds (least-most). alone: all ranks at the same time, each by itself on its part of the batch.\n\
+    exposed: step minus alone, of the same side in the same round. waits, scalars: how long a step of this program waits for gradients and \
+    parameters, and for loss and gradient norm, by its own clock.\n\
+    Both sides compute the gradient norm and all-reduce loss and norm in every step.\n\
+    speed kept: alone / step. step / PyTorch, exposed / PyTorch: this program's time divided by PyTorch's with the same strategy, round by \
+    round; below 1 this program is faster.";
 
 #[cfg(test)]
 mod tests {

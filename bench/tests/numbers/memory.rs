@@ -42,7 +42,7 @@ fn every_stage_takes_what_it_should() {
 fn a_model_that_is_mostly_embedding_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let cases: &[(&[&str], &str)] = &[
-        (&["--preset", "micro", "--layers", "1"], "the embedding is"),
+        (&["--preset", "micro", "--layers", "1"], "the embedding has"),
         (&["--batch", "3"], "--batch 3"),
         (&["--strategies", "ring"], "--strategies ring"),
         (&["--steps", "0"], "--steps"),

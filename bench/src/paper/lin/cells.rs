@@ -81,10 +81,10 @@ impl Choices {
     pub(super) fn check(&self) -> Result<(), String> {
         let Choices { batch, block, accumulation, ranks, .. } = self;
         if *accumulation < 2 {
-            return Err(format!("--accumulation {accumulation} must be at least 2, to accumulate anything"));
+            return Err(format!("--accumulation {accumulation} must be at least 2"));
         }
         if self.scale_ranks.iter().any(|ranks| *ranks < 2) {
-            return Err("--scale-ranks: numbers of at least 2; one device is measured as well".into());
+            return Err("--scale-ranks: every number must be at least 2; one device is always measured".into());
         }
         let all = self.scale_ranks.iter().chain([ranks]);
         if let Some(ranks) = all.clone().find(|ranks| !batch.is_multiple_of(**ranks * accumulation)) {
@@ -94,7 +94,7 @@ impl Choices {
             ));
         }
         if !block.is_multiple_of(SHORTER) {
-            return Err(format!("sequences of {block} tokens have no fourth; take another --preset"));
+            return Err(format!("sequences of {block} tokens cannot be cut into four equal parts; choose another --preset"));
         }
         Ok(())
     }
@@ -148,7 +148,7 @@ impl Choices {
             .enumerate()
             .map(|(number, (name, values))| (Part::Ladder(number), name, values))
             .collect();
-        let one = |part, sequences| (part, "one device, all of it".into(), with(&[single.clone(), batch(sequences)]));
+        let one = |part, sequences| (part, "one device, all optimizations".into(), with(&[single.clone(), batch(sequences)]));
         parts.push(one(Part::Strong(1), self.batch));
         parts.push(one(Part::Weak(1), self.share()));
         for ranks in &self.scale_ranks {
@@ -158,7 +158,7 @@ impl Choices {
             parts.push((Part::Weak(*ranks), format!("{ranks} ranks, batch in proportion"), weak));
         }
         let phases = with(&[(Axis::ShortSequences, self.first_phase().to_string())]);
-        parts.push((Part::Phases, "all of it, in two phases".into(), phases));
+        parts.push((Part::Phases, "all optimizations, in two phases".into(), phases));
         parts
     }
 

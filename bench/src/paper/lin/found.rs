@@ -119,7 +119,7 @@ impl Found {
         let ((a, a_run), (b, b_run)) = (self.get(part, link)?, self.get(other, link)?);
         let times = a_run.tokens_per_s / b_run.tokens_per_s;
         let quartiles = a.row.quartiles().zip(b.row.quartiles());
-        let told = quartiles.map_or("of too few steps to tell", |(of, over)| verdict(times, of, over));
+        let told = quartiles.map_or("too few steps to tell", |(of, over)| verdict(times, of, over));
         times.is_finite().then_some(Gain { times, told })
     }
 
@@ -193,7 +193,7 @@ fn variant(wanted: &Wanted) -> Result<Variant, String> {
     let paper = match wanted.part {
         Part::Ladder(0) => "-",
         Part::Ladder(..LARGER_BATCH) => "an optimization of its own",
-        Part::Ladder(_) => "what accumulation is for",
+        Part::Ladder(_) => "what accumulation makes possible",
         Part::Strong(_) | Part::Weak(_) => "scaling",
         Part::Phases => "two phases",
     };

@@ -17,9 +17,9 @@ pub(super) fn tables(found: &Found) {
         ladder(found, link);
     }
     say(
-        "of the row before: tokens a second; exposed: how long a step waits for other ranks, on the rank where that is longest; hidden: communication \
-         behind other work; data: reading the rank's rows of a batch; MB sent: payload of the rank that sends most; peak MB: of the rank that holds \
-         most, during training",
+        "of the row before: tokens a second compared with the row before; exposed: how long a step waits for other ranks, on the rank that \
+         waits longest; hidden: communication during other work; data: reading the rank's part of a batch; MB sent: payload of the rank \
+         that sends most; peak MB: memory during training, of the rank that takes most",
     );
     scaling(found);
     phases(found);
@@ -60,7 +60,7 @@ fn ladder(found: &Found, link: &str) {
         ]
     };
     let lines: Vec<Vec<String>> = found.all(link, |part| matches!(part, Part::Ladder(_))).map(line).collect();
-    say(format_args!("\none optimization after the other, on {link}\n{}", table(&header, &lines, 1)));
+    say(format_args!("\none optimization after another, on {link}\n{}", table(&header, &lines, 1)));
 }
 
 fn scaling(found: &Found) {
@@ -90,11 +90,11 @@ fn scaling(found: &Found) {
         }
     }
     say(format_args!(
-        "\nscaling with all optimizations: strong, the same batch; weak, as many sequences for each rank"
+        "\nscaling with all optimizations: strong, with the same batch; weak, with the same number of sequences for each rank"
     ));
     say(table(&header, &lines, 1));
     if crowded {
-        say("*: ranks share cores, so that their speed says nothing about the network");
+        say("*: ranks share cores, so their speed says nothing about the network");
     }
 }
 
@@ -122,13 +122,13 @@ fn phases(found: &Found) {
             ]);
         }
     }
-    say("\ntwo phases, with all optimizations: as many tokens a step, first in shorter sequences");
+    say("\ntwo phases, with all optimizations: the same number of tokens in a step, in the first phase in shorter sequences");
     say(table(&header, &lines, 2));
 }
 
 /// What the paper concludes beside what is found here.
 pub(super) fn findings(found: &Found) {
-    say("\nWhat the paper concludes (abstract), and what this run finds:");
+    say("\nThe paper's conclusions (abstract), and the findings of this run:");
     let header = ["the paper", "here"];
     let lines: Vec<Vec<String>> = conclusions(found).into_iter().map(|(paper, here)| vec![paper, here]).collect();
     say(table(&header, &lines, 2));
@@ -142,7 +142,7 @@ fn conclusions(found: &Found) -> Vec<(String, String)> {
     if let Some(link) = found.links.first() {
         let gain = |number| found.gain(number, link).map_or("-".into(), |gain| gain.words());
         lines.push((
-            "a device alone gets more done".into(),
+            "a single device is faster".into(),
             format!("mixed precision {}, fused operations {}, on {link}", gain(2), gain(3)),
         ));
     }
@@ -151,9 +151,9 @@ fn conclusions(found: &Found) -> Vec<(String, String)> {
         let share = |share: Option<f64>| share.map_or("-".into(), |share| format!("{:.0} %", 100.0 * share));
         let (before, after) = (of(Part::Ladder(3)), of(Part::Ladder(LARGER_BATCH)));
         lines.push((
-            "the network's bottleneck is overcome".into(),
+            "the network is no longer the bottleneck".into(),
             format!(
-                "{link}: {} of a step waits before accumulation and overlap, {} with both and the larger batch",
+                "{link}: waiting is {} of a step before accumulation and overlap, and {} with both and the larger batch",
                 share(before),
                 share(after)
             ),
@@ -167,7 +167,8 @@ fn conclusions(found: &Found) -> Vec<(String, String)> {
         let of = |gain: Option<Gain>| gain.map_or("-".into(), |gain| times(gain.times));
         lines.push((
             "an ordinary network is enough".into(),
-            format!("{link}: {ranks} ranks with all of it have {} of one device's speed without any, {} of one with all of it", of(gain), of(scaled)),
+            format!("{link}: {ranks} ranks with all optimizations have {} of the speed of one device without any, and {} of one device \
+                with all", of(gain), of(scaled)),
         ));
     }
     lines
@@ -189,10 +190,10 @@ fn of_link(found: &Found, link: &str) -> Option<String> {
     };
     let mut text = format!("On {link}, {} gains most: {}.", name(best)?, times(ratio));
     if let Some(names) = listed("slower") {
-        text.push_str(&format!(" Slower than without: {names}."));
+        text.push_str(&format!(" Slower than the row before: {names}."));
     }
     if let Some(names) = listed(UNDECIDED) {
-        text.push_str(&format!(" No difference can be told: {names}."));
+        text.push_str(&format!(" No difference was found: {names}."));
     }
     Some(text)
 }
@@ -206,9 +207,9 @@ fn accumulation(found: &Found) -> Option<String> {
     let (_, last) = row(LAST)?;
     let peak = |entry: &Entry| number(entry.row.fullest().map(|(_, usage)| usage.total.peak as f64 / 1e6), 1);
     Some(format!(
-        "Accumulation by itself sends what the same batch sends without it ({:.0} bytes a token and {:.0}): it saves memory, {} MB instead of {}. What saves \
-         communication is the larger batch that fits then: {:.0} bytes a token and {} MB, and {} of the speed on {link}; it also takes fewer updates for as many tokens, which is \
-         what LAMB is for.",
+        "Accumulation by itself sends the same bytes as the same batch without it ({:.0} bytes a token and {:.0}); it saves memory: {} MB \
+         instead of {} MB. The larger batch that then fits saves communication: {:.0} bytes a token, with {} MB and {} of the speed on \
+         {link}. It also makes fewer updates for the same number of tokens, for which LAMB is made.",
         bytes_per_token(&without.row, its),
         bytes_per_token(&with.row, run),
         peak(with),
@@ -226,8 +227,8 @@ fn two_phases(found: &Found) -> Option<String> {
     let ((_, phased), (_, last)) = (found.get(Part::Phases, link)?, found.get(Part::Ladder(LAST), link)?);
     let seconds = |run: &Run| run.seconds.last().copied();
     Some(format!(
-        "Two phases: a step of the first has {} of the speed of one of the second on {link}, in which attention goes over {} tokens instead of {}; all steps take {} of the time \
-         of those without a first phase, and end at a loss of {} instead of {}.",
+        "Two phases: on {link} a step of the first has {} of the speed of a step of the second, because attention spans {} tokens instead \
+         of {}; all steps together take {} of the time of a run without a first phase, and end at a loss of {} instead of {}.",
         times(first.tokens_per_s? / second.tokens_per_s?),
         first.tokens,
         second.tokens,
@@ -250,7 +251,7 @@ pub(super) fn pictures(found: &Found, out: &Path) -> Result<Vec<String>, BenchEr
         plot::bars(&Bars { title, value, parts: found.links.clone(), groups, stacked: false })
     };
     let throughput =
-        by_link("Throughput, one optimization after the other", "tokens a second, all ranks", &|run| run.tokens_per_s);
+        by_link("Throughput, one optimization after another", "tokens a second, all ranks", &|run| run.tokens_per_s);
     let waiting =
         by_link("Waiting for other ranks", "milliseconds of a step, on the rank that waits longest", &exposed);
     for (name, drawn) in [
