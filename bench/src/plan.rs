@@ -249,12 +249,12 @@ impl TryFrom<WrittenDelay> for Delay {
     fn try_from(written: WrittenDelay) -> Result<Self, String> {
         match written {
             WrittenDelay::Text(text) if text == "none" => Ok(Delay(None)),
-            WrittenDelay::Text(text) => Err(format!("`{text}` is no delay; write \"none\" or {{ ms = 5, rank = 1 }}")),
+            WrittenDelay::Text(text) => Err(format!("`{text}` is not a delay; write \"none\" or {{ ms = 5, rank = 1 }}")),
             WrittenDelay::Delay(DelayTable { ms, rank }) if ms > 0.0 && ms <= 60_000.0 => {
                 Ok(Delay(Some(InjectedDelay { microseconds: (ms * 1e3).round() as u64, rank })))
             }
             WrittenDelay::Delay(DelayTable { ms, .. }) => {
-                Err(format!("a planted delay of {ms} ms must lie above 0 and up to 60000"))
+                Err(format!("a planted delay of {ms} ms must be above 0 and at most 60000"))
             }
         }
     }
@@ -311,7 +311,7 @@ impl Plan {
             Some(text) => text,
             None => read_small(path).map_err(|why| {
                 let names = READY.map(|(name, _)| name).join(", ");
-                format!("{why}; give a plan's file, or the name of a ready one: {names}")
+                format!("{why}; give the path of a plan, or the name of one that comes with this program: {names}")
             })?,
         };
         let plan = Plan::parse(&text).map_err(|error| format!("{}: {error}", path.display()))?;
@@ -344,7 +344,7 @@ impl Draft {
     /// # Errors
     /// There is none of this name.
     pub(crate) fn ready(name: &str) -> Result<Draft, String> {
-        let (_, text) = READY.iter().find(|(known, _)| *known == name).ok_or_else(|| format!("no plan {name}"))?;
+        let (_, text) = READY.iter().find(|(known, _)| *known == name).ok_or_else(|| format!("there is no plan {name}"))?;
         Draft::parse(text)
     }
 
@@ -424,10 +424,10 @@ impl Draft {
     pub(crate) fn plan(&self) -> Result<Plan, String> {
         let is_name = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         if !self.name.chars().all(is_name) || self.name.starts_with('.') || self.about.chars().any(char::is_control) {
-            return Err("name: a plan's name has letters, digits, `-`, `_` and `.`; `about` is one line".into());
+            return Err("name: a plan's name can have letters, digits, `-`, `_` and `.`; `about` must be one line".into());
         }
         if self.name.is_empty() || self.rounds == 0 || self.timeout_s == 0 {
-            return Err("a plan has a name, at least 1 round, and a timeout-s of at least 1".into());
+            return Err("a plan must have a name, at least 1 round, and a timeout-s of at least 1".into());
         }
         // An axis without a value leaves the cells to the other tables.
         let only_also = !self.also.is_empty() && self.axes.values().any(|Values(values)| values.is_empty());
@@ -447,7 +447,7 @@ impl Draft {
                 format!("{axis} {}", values.iter().map(written).collect::<Vec<_>>().join(" or "))
             };
             let what = table.iter().map(one).collect::<Vec<_>>().join(", ");
-            return Err(format!("exclude: no cell has {what}; correct it, or leave it away"));
+            return Err(format!("exclude: no cell has {what}; correct this entry or remove it"));
         }
         let mut wanted = all;
         wanted.retain(|cell| !self.exclude.iter().any(|exclusion| exclusion.takes(cell)));
@@ -455,7 +455,7 @@ impl Draft {
         let mut seen = BTreeSet::new();
         let cells: Vec<Cell> = wanted.into_iter().filter(|cell| seen.insert(cell.clone())).collect();
         if cells.is_empty() {
-            return Err("nothing is left of the plan: `exclude` takes out every cell".into());
+            return Err("the plan has no cells: `exclude` removes all of them".into());
         }
         Ok(Plan {
             name: self.name.clone(),
@@ -473,7 +473,7 @@ impl Draft {
     fn cells(&self, table: &Table) -> Result<Vec<Cell>, String> {
         let (batches, every) = (Axis::ValidationBatches, Axis::ValidateEvery);
         if table.contains_key(&batches) && !table.contains_key(&every) {
-            return Err(format!("axis {batches}: nothing is validated without {every}"));
+            return Err(format!("axis {batches}: without {every} there is no validation"));
         }
         let mut cells = vec![Cell::default()];
         for axis in ORDER {
@@ -500,7 +500,7 @@ fn set<T: Display>(table: &mut Table, axis: Axis, values: &[T]) {
 fn product(cells: &[Cell], axis: Axis, Values(values): &Values) -> Result<Vec<Cell>, String> {
     if values.is_empty() || values.len() > MAX_VALUES || cells.len() * values.len() > MAX_CELLS {
         return Err(format!(
-            "axis {axis} has {} values: an axis has 1 to {MAX_VALUES}, and a plan at most {MAX_CELLS} cells; split the plan",
+            "axis {axis} has {} values: an axis can have 1 to {MAX_VALUES} values, and a plan at most {MAX_CELLS} cells; split the plan",
             values.len()
         ));
     }
@@ -620,7 +620,7 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
     check_counts(&cell)?;
     if !alone && cell.ranks < 2 {
         return Err(format!(
-            "axis ranks: {} needs at least 2 ranks; one rank alone is the strategy `single`",
+            "axis ranks: {} needs at least 2 ranks; for one rank use the strategy `single`",
             cell.strategy
         ));
     }
@@ -664,7 +664,7 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
         (cell.ranks_per_node, cell.one_transport) = (None, false);
     }
     if strategy == StrategyKind::Hsdp && cell.ranks > 1 && cell.ranks_per_node() == 1 {
-        return Err(format!("axis {}: hsdp shards inside nodes of several ranks, not of 1", Axis::RanksPerNode));
+        return Err(format!("axis {}: hsdp needs nodes of at least 2 ranks, not of 1", Axis::RanksPerNode));
     }
     if !spec.overlaps {
         cell.overlap = true;
@@ -691,7 +691,7 @@ fn check_compression(cell: &mut Cell, strategy: StrategyKind) -> Result<(), Stri
     cell.compress = cell.compress.take().filter(|_| suits);
     let Some(text) = &cell.compress else { return Ok(()) };
     if let Some(scaling) = &cell.loss_scaling {
-        return Err(format!("axis {}: {text} does not go with loss-scaling {scaling}", Axis::Compress));
+        return Err(format!("axis {}: {text} cannot be combined with loss-scaling {scaling}", Axis::Compress));
     }
     cell.wire = Precision::F32.to_string();
     Ok(())
@@ -709,7 +709,7 @@ fn check_link(cell: &Cell) -> Result<(), String> {
     let own = if LinkOptions::is_one(&cell.link) { cell.link.parse::<LinkOptions>()?.congestion } else { None };
     match own {
         Some(own) if cell.congestion != DEFAULT => Err(format!(
-            "axis congestion: the link {} says {own}, and the plan {}; leave one of them away",
+            "axis congestion: the link {} sets {own}, and the plan {}; remove one of them",
             cell.link, cell.congestion
         )),
         _ => Ok(()),
@@ -765,7 +765,7 @@ fn check_names(cell: &Cell) -> Result<(), String> {
     if let Some(clip) = &cell.clip
         && !clip.parse().is_ok_and(|norm: f64| norm.is_finite() && norm >= 0.0)
     {
-        return Err(format!("axis clip: `{clip}` is no norm; 0 turns clipping off"));
+        return Err(format!("axis clip: `{clip}` is not a norm; give a number, or 0 to turn clipping off"));
     }
     check_congestion(&cell.congestion)?;
     if cell.variant.chars().any(char::is_control) {
@@ -785,10 +785,10 @@ fn check_counts(cell: &Cell) -> Result<(), String> {
         (Axis::Threads, cell.threads, MAX_THREADS),
     ];
     if let Some((axis, value, most)) = positive.into_iter().find(|(_, value, most)| *value == 0 || value > most) {
-        return Err(format!("axis {axis}: {value} must lie between 1 and {most}"));
+        return Err(format!("axis {axis}: {value} must be from 1 to {most}"));
     }
     if cell.validation.is_some_and(|validation| validation.batches == 0) {
-        return Err(format!("axis {}: 0 must be at least 1", Axis::ValidationBatches));
+        return Err(format!("axis {}: it must be at least 1, not 0", Axis::ValidationBatches));
     }
     Ok(())
 }
@@ -820,7 +820,7 @@ fn check_ends(cell: &Cell, profile: &Profile) -> Result<(), String> {
     let has_nodes = cell.strategy.parse::<StrategyKind>().is_ok_and(|kind| kind.spec().tells_nodes_apart);
     if has_nodes && !of_an_end.is_multiple_of(of_a_node) {
         return Err(format!(
-            "axis {}: {} in nodes of {of_a_node} ranks, on {ends} ends of {of_an_end} ranks each, has nodes at both ends of a link",
+            "axis {}: {} in nodes of {of_a_node} ranks, on {ends} ends of {of_an_end} ranks each, would have a node that spans two ends of a link",
             Axis::RanksPerNode,
             cell.strategy
         ));
@@ -840,7 +840,7 @@ fn check_congestion(name: &str) -> Result<(), String> {
     if KNOWN.contains(&name) {
         return Ok(());
     }
-    Err(format!("axis congestion: `{name}` is none that TCP and QUIC both have; choose one of {}", KNOWN.join(", ")))
+    Err(format!("axis congestion: TCP and QUIC do not both have `{name}`; choose one of {}", KNOWN.join(", ")))
 }
 
 #[cfg(test)]

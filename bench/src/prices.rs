@@ -116,14 +116,14 @@ fn price(metric: Metric, pair: &Pair, without: &CellRuns<'_>, with: &CellRuns<'_
             return Ok(());
         }
         let list = |names: BTreeSet<String>| names.into_iter().collect::<Vec<_>>().join(", ");
-        Err(format!("{what} differ: {} without it, {} with it{hint}", list(ours), list(theirs)))
+        Err(format!("the {what} differ: {} without it, {} with it{hint}", list(ours), list(theirs)))
     };
     if !is_in_memory(&pair.without) {
         let (ours, theirs) = (congestion(without), congestion(with));
         let is_unknown = ours.is_empty() || theirs.is_empty();
         let hint = "; give the plan's axis `congestion` a value that both have";
         if is_unknown && pair.with.congestion == "default" && is_quic(&pair.without) != is_quic(&pair.with) {
-            return Err(format!("congestion controls, of TCP and QUIC by default, may differ{hint}"));
+            return Err(format!("the default congestion controls of TCP and QUIC may differ{hint}"));
         }
         same("congestion controls", ours, theirs, hint)?;
     }
@@ -134,7 +134,7 @@ fn price(metric: Metric, pair: &Pair, without: &CellRuns<'_>, with: &CellRuns<'_
         (Some(without_it), Some(with_it), Some(comparison)) => {
             Ok(Price { pair: pair.clone(), without_it, with_it, comparison })
         }
-        _ => Err("no round has sound runs of both".into()),
+        _ => Err("no round has good runs of both".into()),
     }
 }
 

@@ -49,7 +49,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         setup.strategies.iter().copied().filter(|strategy| *strategy != StrategyKind::Single).collect();
     let transports: Vec<_> = setup.transports.iter().copied().filter(|kind| kind.missing().is_none()).collect();
     if strategies.is_empty() || transports.len() < 2 {
-        say("proof: left out, since fewer than two transports or no strategy that communicates were asked for");
+        say("proof: left out, because it needs at least two transports and a strategy that communicates");
         return Ok(true);
     }
     let mut file = Lines::create(&setup.out.join("proof.jsonl"))?;

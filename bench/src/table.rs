@@ -39,7 +39,7 @@ pub(crate) fn render(plan: &[Cell], records: &[Record]) -> String {
         }
     }
     if cells.iter().any(|cell| is_threads(cell.cell)) {
-        text.push_str("\n* memory of the one process, divided by its ranks");
+        text.push_str("\n* memory of the process, divided by the number of its ranks");
     }
     text
 }

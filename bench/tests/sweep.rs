@@ -330,7 +330,7 @@ fn under_mpirun_cells_come_to_the_weights_of_this_programs_own_ranks() {
     }
     let output = mpirun.output().unwrap();
     assert!(output.status.success(), "{}", said(&output));
-    let told = "of 8 cells left out: 4 (the launcher has started another number of ranks: 2)";
+    let told = "of 8 cells left out: 4 (the launcher has started 2 ranks, and the cell has another number)";
     assert!(said(&output).contains(told), "{}", said(&output));
     let records = bench.records();
     let plan = fs::read_to_string(bench.path("plan.toml")).unwrap().replace("[2, 4]", "2");

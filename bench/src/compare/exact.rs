@@ -46,7 +46,7 @@ impl Differences {
         }
         if differences.compared == 0 && differences.unavailable == 0 {
             return Err(format!(
-                "{} and {} have no run in common: no values of all axes occur in both; compare sweeps of the same plan",
+                "{} and {} have no run in common: no combination of axis values occurs in both; compare sweeps of the same plan",
                 a.file.display(),
                 b.file.display()
             ));
@@ -122,7 +122,7 @@ impl fmt::Display for Differences {
             writeln!(f, "… and {more} more")?;
         }
         if self.unavailable > 0 {
-            writeln!(f, "{} runs could be made on neither machine", self.unavailable)?;
+            writeln!(f, "{} runs were not possible on either machine", self.unavailable)?;
         }
         let Differences { compared, lines, .. } = self;
         match lines.len() {

@@ -102,8 +102,7 @@ impl Findings {
             .collect();
         if pairs.is_empty() {
             return Err(format!(
-                "{} and {} have no cell in common: no values of all axes occur in both; compare sweeps of the same \
-                 plan",
+                "{} and {} have no cell in common: no combination of axis values occurs in both; compare sweeps of the same plan",
                 a.file.display(),
                 b.file.display()
             ));
@@ -223,8 +222,8 @@ fn doubt(kind: FlagKind) -> &'static str {
     match kind {
         FlagKind::OffTheFormula => "off the formula",
         FlagKind::MachineBusy => "on a busy machine",
-        FlagKind::ClockMoved => "while the clock moved",
-        FlagKind::EmulatorBehind => "with an emulator that could not keep up",
+        FlagKind::ClockMoved => "while the processor's clock changed",
+        FlagKind::EmulatorBehind => "with a link emulator that fell behind",
         FlagKind::SharedCores => "with more ranks than cores",
         FlagKind::NoSteadyState => "without a steady state",
     }

@@ -26,26 +26,25 @@ const BAD_INPUT: u8 = 2;
 
 /// Compares two sweeps, cell by cell.
 ///
-/// Cells are matched by all their axes. Exit code: 0 without a regression, 1 with one (a cell got significantly worse
-/// by more than --threshold, or has no figures any more), 2 where a sweep cannot be read or the two have no cell in
-/// common.
+/// Cells are matched by the values of all axes. Exit code: 0 if there is no regression; 1 if there is one (a cell became significantly worse by more
+/// than --threshold, or has no figures any more); 2 if a sweep cannot be read or the two have no cell in common.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct CompareArgs {
     /// The earlier sweep: its folder, or its results.jsonl.
     a: PathBuf,
     /// The later sweep.
     b: PathBuf,
-    /// By how much a figure must change to matter: 5% or 0.05.
+    /// Smallest change that counts as a regression or an improvement: 5% or 0.05.
     #[arg(long, default_value = "5%")]
     threshold: Threshold,
-    /// What to compare; several separated by commas.
+    /// Metrics to compare, separated by commas.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "step")]
     metric: Vec<Metric>,
-    /// Print everything as JSON.
+    /// Print the comparison as JSON.
     #[arg(long)]
     json: bool,
-    /// Compare what does not depend on time instead, to the last bit: weights, losses, gradient norms, bytes and messages. Exit
-    /// code 1 where any differs or a cell is missing in B.
+    /// Instead compare what does not depend on time: weights, losses, gradient norms, bytes and messages must be bit-identical. Exit code 1 if any
+    /// differs or a cell is missing in B.
     #[arg(long, conflicts_with_all = ["threshold", "metric", "json"])]
     exact: bool,
 }

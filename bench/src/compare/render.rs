@@ -28,13 +28,13 @@ pub(super) fn text(findings: &Findings) -> String {
 
 fn sweep(sweep: &Sweep) -> String {
     let left_out =
-        if sweep.left_out > 0 { format!(", {} of which do not count", sweep.left_out) } else { String::new() };
+        if sweep.left_out > 0 { format!(", {} of which are not counted", sweep.left_out) } else { String::new() };
     format!("{} ({}: {} cells, {} runs{left_out})", sweep.file, sweep.plans.join(", "), sweep.cells, sweep.runs)
 }
 
 fn changes(changes: &[Difference]) -> String {
     if changes.is_empty() {
-        return "Besides figures nothing changed: same machine, code, settings, payload and weights.".into();
+        return "Apart from the figures nothing changed: machine, code, settings, payload and weights are the same.".into();
     }
     let line = |change: &Difference| {
         let Difference { what, before, after, cells } = change;
@@ -45,7 +45,7 @@ fn changes(changes: &[Difference]) -> String {
         let cells = if cells.is_empty() { String::new() } else { format!(" ({})", listed(cells)) };
         format!("  {what}: {values}{cells}")
     };
-    let mut lines = vec!["Besides figures these changed from A to B:".to_string()];
+    let mut lines = vec!["Apart from the figures, these changed from A to B:".to_string()];
     let mut left_out = 0;
     for (index, change) in changes.iter().enumerate() {
         let earlier = changes[..index].iter().filter(|other| other.what == change.what).count();
@@ -165,8 +165,8 @@ fn end(findings: &Findings) -> String {
     let by_chance = (1.0 - LEVEL) * compared as f64;
     if by_chance >= 1.0 {
         lines.push(format!(
-            "Of {compared} comparisons about {by_chance:.0} differ significantly by chance alone; what counts here \
-             must exceed {} as well.",
+            "By chance alone about {by_chance:.0} of {compared} comparisons differ significantly; a change counts here only if it also \
+             exceeds {}.",
             percent(findings.threshold)
         ));
     }

@@ -9,10 +9,10 @@ use rig::BenchError;
 use super::alone::can_be_alone;
 use super::forecast::{Forecast, ForecastOptions, marked, ms, notes};
 
-/// Predicts a step of each strategy and says which one to take, and why.
+/// Predicts the step time of each strategy, and lists the strategies from the fastest to the slowest, with the reason.
 ///
-/// Cells of the same link, transport and number of ranks are compared with each other. Without --strategies it compares all that can be recorded
-/// rank by rank.
+/// Strategies are compared on the same link, transport and number of ranks. Without --strategies it compares all strategies that can be recorded one
+/// rank at a time.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct AdviseArgs {
     #[command(flatten)]
@@ -74,20 +74,20 @@ fn sentences(forecasts: &[Forecast]) -> Vec<String> {
             if !is_one_device(forecast) {
                 let spare = 100.0 * (1.0 / ratio - 1.0);
                 sentence += &if spare > 0.0 {
-                    format!("; it reaches a loss sooner than {other} where it needs less than {spare:.0} % more steps")
+                    format!("; it reaches a given loss sooner than {other} if it needs less than {spare:.0} % more steps for it")
                 } else {
-                    format!("; {other} has shorter steps and needs fewer of them")
+                    format!("; {other} has shorter steps and needs fewer of them for the same loss")
                 };
             } else if best != forecast {
                 let sent = (prediction.sent_bytes - best.prediction.sent_bytes) / 1e6;
                 let apart = step.low > best.prediction.step.high;
                 sentence += &format!("; {ratio:.2} times as long as {other}");
                 sentence += &match sent {
-                    more if more > 0.01 => format!(", with {more:.2} MB more through the busiest rank"),
-                    less if less < -0.01 => format!(", with {:.2} MB less through the busiest rank", -less),
+                    more if more > 0.01 => format!(", and the busiest rank sends {more:.2} MB more"),
+                    less if less < -0.01 => format!(", and the busiest rank sends {:.2} MB less", -less),
                     _ => String::new(),
                 };
-                sentence += if apart { "" } else { ", which the bounds do not tell apart" };
+                sentence += if apart { "" } else { ", a difference within the bounds" };
             }
         }
         sentences.push(sentence);
@@ -126,10 +126,10 @@ mod tests {
             of("ps", 200.0, 3e6, Limit::Rate),
         ];
         let text = sentences(&forecasts);
-        assert!(text[0].contains("sooner than ddp where it needs less than 100 % more steps"), "{}", text[0]);
+        assert!(text[0].contains("sooner than ddp if it needs less than 100 % more steps"), "{}", text[0]);
         assert!(text[1].contains("100.0 ms a step (95.0-105.0), 50 % of it computing; most of a step is computation"));
-        assert!(text[2].ends_with("1.04 times as long as ddp, which the bounds do not tell apart"), "{}", text[2]);
-        let expected = "most of a step is spent on the link's rate; 2.00 times as long as ddp, with 2.00 MB more through the busiest rank";
+        assert!(text[2].ends_with("1.04 times as long as ddp, a difference within the bounds"), "{}", text[2]);
+        let expected = "most of a step is spent on the link's rate; 2.00 times as long as ddp, and the busiest rank sends 2.00 MB more";
         assert!(text[3].ends_with(expected), "{}", text[3]);
     }
 

@@ -43,7 +43,7 @@ pub(super) fn run(predictions: &Path, results: &Path) -> Result<ExitCode, BenchE
     let records = read_some_records(results)?.records;
     let (pairs, unmeasured) = pairs(&forecasts, &records);
     if pairs.is_empty() {
-        return Err(format!("no cell of {} has a sound run in {}", predictions.display(), results.display()).into());
+        return Err(format!("no cell of {} has a good run in {}", predictions.display(), results.display()).into());
     }
     say(format_args!("{}", table(&pairs)));
     for sentence in sentences(&pairs) {
@@ -51,7 +51,7 @@ pub(super) fn run(predictions: &Path, results: &Path) -> Result<ExitCode, BenchE
     }
     if !unmeasured.is_empty() {
         say(format_args!(
-            "without a sound run in {}, and so in none of the figures: {} of {} cells: {}",
+            "left out, because there is no good run in {}: {} of {} cells: {}",
             results.display(),
             unmeasured.len(),
             forecasts.len(),
@@ -151,7 +151,7 @@ fn sentences(pairs: &[Pair]) -> Vec<String> {
         let sizes: Vec<f64> = errors.iter().map(|error| error.abs()).collect();
         let [middle, nine, worst] = [0.5, 0.9, 1.0].map(|part| quantile(&sizes, part));
         format!(
-            "{what}: off by {} in the median, {} in nine of ten, {} at the worst ({} cells)",
+            "error of {what}: {} in the median, at most {} in nine of ten cells, {} in the worst ({} cells)",
             share(middle),
             share(nine),
             share(worst),
@@ -159,17 +159,17 @@ fn sentences(pairs: &[Pair]) -> Vec<String> {
         )
     };
     let step = |pair: &Pair| off(pair.step.value, pair.measured_step);
-    let mut sentences = vec![summary("a step", pairs.iter().map(step).collect())];
+    let mut sentences = vec![summary("the step time", pairs.iter().map(step).collect())];
     let much: Vec<&Pair> = pairs.iter().filter(|pair| pair.waits_much()).collect();
     if !much.is_empty() {
         let errors = much.iter().map(|pair| off(pair.exposed.value, pair.measured_exposed)).collect();
-        sentences.push(summary("waiting, where it is at least 30 % of a step", errors));
+        sentences.push(summary("the waiting time, where it is at least 30 % of a step", errors));
     }
     let plain = pairs.iter().map(|pair| off(pair.alpha_beta_s, pair.measured_step)).collect();
-    sentences.push(summary("a step by latency and rate alone", plain));
+    sentences.push(summary("the step time by latency and rate alone", plain));
     for (marked, meant) in [
-        (false, "of which nine in ten are meant to"),
-        (true, "of rows with *, which rest on something that was not measured"),
+        (false, "as nine of ten should"),
+        (true, "in rows with *, which use something that was not measured"),
     ] {
         let steps = || pairs.iter().filter(|pair| pair.marked == marked);
         let within = steps().filter(|pair| pair.step.covers(pair.measured_step)).count();
@@ -223,10 +223,10 @@ mod tests {
         let mut pairs = [pair_of(0.105, 0.1), pair_of(0.09, 0.1), pair_of(0.13, 0.1)];
         let text = sentences(&pairs).join("\n");
         assert!(
-            text.contains("a step: off by 10.0 % in the median, 30.0 % in nine of ten, 30.0 % at the worst (3 cells)"),
+            text.contains("error of the step time: 10.0 % in the median, at most 30.0 % in nine of ten cells, 30.0 % in the worst (3 cells)"),
             "{text}"
         );
-        assert!(text.contains("latency and rate alone: off by 100.0 % in the median"), "{text}");
+        assert!(text.contains("latency and rate alone: 100.0 % in the median"), "{text}");
         assert!(text.contains("1 of 3 measured steps lie within"), "{text}");
         assert!(text.contains("predicted 130.0 ms, measured 100.0"), "{text}");
         assert!(table(&pairs).contains("+30.0 %"), "{}", table(&pairs));

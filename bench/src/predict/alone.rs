@@ -30,7 +30,8 @@ pub(super) fn rank_trace(cell: &Cell, text: &TextSource, rank: usize) -> Result<
     let kind: StrategyKind = cell.strategy.parse()?;
     if !can_be_alone(kind) {
         return Err(format!(
-            "{kind}: what a rank of it does depends on the others; record a run of it with bench record"
+            "{kind}: what a rank does depends on the other ranks, so it cannot be recorded alone; record a run of all ranks with `bench \
+             record`, and give its trace with --trace"
         )
         .into());
     }

@@ -31,22 +31,22 @@ use tempfile::NamedTempFile;
 use super::link::{link, whole};
 use super::perform::{Run, perform};
 
-/// Measures what transports cost over links, and what the machine's cores do together, for `bench predict`.
+/// Measures what messages and collectives cost over transports and links, and how fast the machine's cores compute together, for `bench predict`.
 ///
-/// Two ranks send messages and run collectives of several sizes over each transport and link, and costs are fitted by which the simulation takes as long;
-/// every third measurement is left out of the fit and shows how far off it is.
+/// Ranks send messages and run collectives of several sizes over each transport and link. Costs are then fitted so that the simulation takes the same
+/// times. Every third measurement is left out of the fit, to measure its error.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct CalibrateArgs {
     /// Transports, separated by commas.
     #[arg(long, value_delimiter = ',', default_values_t = transports::over_networks())]
     transports: Vec<TransportKind>,
-    /// Links, separated by commas: profiles, by name or file (see `bench links --help`), or a rate with an MTU.
+    /// Links, separated by commas: names or files of profiles (see `bench links --help`), or a rate with an MTU.
     #[arg(long, value_delimiter = ',', default_value = "loopback,lan-1g,lan-100m,wan-near")]
     links: Vec<String>,
-    /// Ranks.
+    /// Number of ranks.
     #[arg(long, default_value_t = 2)]
     ranks: usize,
-    /// Where to write it.
+    /// File for the calibration.
     #[arg(long, default_value = "calibration.json")]
     out: PathBuf,
     /// Run although this is a debug build.
@@ -77,13 +77,13 @@ pub(crate) fn run(args: &CalibrateArgs) -> Result<ExitCode, BenchError> {
     let environment = Environment::read();
     say(format_args!("machine: {}", environment.one_line()));
     if let Some(busy) = machine::busy() {
-        say(format_args!("WARNING: {busy}; what is measured now is not what the machine does by itself"));
+        say(format_args!("WARNING: {busy}; stop other programs and calibrate again, because they make the machine look slower than it is"));
     }
     let began = Instant::now();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let Together { effective_cores, spread } = together(cores)?;
     say(format_args!(
-        "{cores} cores do the work of {effective_cores:.2}; a step's computation varies by {:.1} %",
+        "{cores} cores together compute as fast as {effective_cores:.2} cores would alone; the computation of a step varies by {:.1} %",
         100.0 * spread
     ));
     let mut calibration = Calibration {

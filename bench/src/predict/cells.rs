@@ -19,13 +19,14 @@ use crate::plan::{Draft, Plan};
 /// Options by which `record`, `predict` and `advise` say what trains.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct CellOptions {
-    /// Strategies, separated by commas. Those that tell nodes apart, and async-ps, can only be recorded with all their ranks. [default: ddp; of `advise` all others that communicate]
+    /// Strategies, separated by commas. hierarchical, hsdp and async-ps can only be recorded with all their ranks together (see `bench record`).
+    /// [default: ddp; for `advise` all others that communicate]
     #[arg(long, value_delimiter = ',')]
     strategies: Vec<StrategyKind>,
     /// Transports, separated by commas.
     #[arg(long, value_delimiter = ',', default_value = "tcp")]
     transports: Vec<Rung>,
-    /// Links, separated by commas: profiles, by name or file (see `bench links --help`), or a rate with an MTU.
+    /// Links, separated by commas: names or files of profiles (see `bench links --help`), or a rate with an MTU.
     #[arg(long, value_delimiter = ',', default_value = "loopback")]
     links: Vec<String>,
     /// Numbers of ranks, separated by commas.
@@ -40,7 +41,7 @@ pub(crate) struct CellOptions {
     /// Compute threads of each rank.
     #[arg(long, default_value_t = 1)]
     threads: usize,
-    /// Steps that are recorded; the first two count for nothing.
+    /// Steps that are recorded; the first two are not counted.
     #[arg(long, default_value_t = 8)]
     steps: u64,
     /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]

@@ -27,17 +27,17 @@ use super::link::link;
 /// Options by which `predict` and `advise` say what is predicted, and by what.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ForecastOptions {
-    /// A plan whose cells are predicted, instead of the options: a TOML file, or the name of one that comes with this program.
+    /// A plan whose cells are predicted, instead of those of the options: a TOML file, or the name of a plan that comes with this program.
     plan: Option<PathBuf>,
     #[command(flatten)]
     cells: CellOptions,
-    /// What `bench calibrate` has written.
+    /// The file that `bench calibrate` has written.
     #[arg(long, default_value = "calibration.json")]
     calibration: PathBuf,
-    /// Give each rank a machine of its own, with this many cores. [default: all on this machine]
+    /// Simulate a machine of its own for each rank, with this many cores. [default: all ranks on this machine]
     #[arg(long)]
     apart: Option<f64>,
-    /// How many times as fast as here ranks compute.
+    /// Simulate processors that compute this many times as fast as this machine's.
     #[arg(long, default_value_t = 1.0)]
     speed: f64,
     /// Run although this is a debug build.
@@ -45,21 +45,22 @@ pub(crate) struct ForecastOptions {
     allow_debug: bool,
 }
 
-/// Predicts what steps take, by what `bench calibrate` has measured and each rank's computation, which is recorded here without a network.
+/// Predicts step times from the measurements of `bench calibrate` and from each rank's computation, which is recorded here without a network.
 ///
-/// Beside each prediction stand bounds, and the plain model of a latency and a rate. Nine of ten measured steps are expected within the bounds of rows
-/// without a mark only; a row with * rests on something that was not measured, as the notes below say. With --against it compares predictions that were written before with the results of a sweep of the same cells.
+/// Each prediction has bounds; beside it stands the estimate of a simple model that knows only latency and rate. Nine of ten measured steps are
+/// expected to lie within the bounds, except in rows with *, which use something that was not measured; notes below the table say what. With
+/// --against it compares predictions that were written earlier with the results of a sweep of the same cells.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct PredictArgs {
     #[command(flatten)]
     options: ForecastOptions,
-    /// A Chakra execution trace, PREFIX of PREFIX.RANK.et or a folder with one, instead of a recording.
+    /// A Chakra execution trace to predict instead of a recording: the PREFIX of its files PREFIX.RANK.et, or a folder with the files of one trace.
     #[arg(long, conflicts_with = "plan")]
     trace: Option<PathBuf>,
-    /// Where to write the predictions, a line of JSON each.
+    /// File for the predictions, with a line of JSON for each.
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Compare the predictions in --out, which were written before, with the results of a sweep: its folder.
+    /// Folder of a sweep, with whose results the predictions that are already in --out are compared.
     #[arg(long, requires = "out", conflicts_with_all = ["plan", "trace"])]
     against: Option<PathBuf>,
 }
@@ -103,7 +104,7 @@ impl ForecastOptions {
     ) -> Result<Vec<Forecast>, BenchError> {
         let (apart, speed) = (self.apart, self.speed);
         if !(speed > 0.0 && speed.is_finite()) || apart.is_some_and(|cores| !(cores > 0.0 && cores.is_finite())) {
-            return Err("--speed and --apart are numbers above 0".into());
+            return Err("--speed and --apart must be numbers above 0".into());
         }
         let processors = apart.map_or(calibration.shared_machine(), |cores| Processors::Own { cores });
         let processor = Environment::read().processor();
@@ -130,29 +131,29 @@ impl ForecastOptions {
         let mut assumed = Assumed::default();
         let computation = &mut assumed.computation;
         if (self.speed - 1.0).abs() > f64::EPSILON {
-            computation.push(format!("computation {} times as fast as it was recorded", self.speed));
+            computation.push(format!("computation is assumed to be {} times as fast as recorded", self.speed));
         }
         if let Some(cores) = self.apart {
-            computation.push(format!("a machine with {cores} cores for each rank; all were measured on one"));
+            computation.push(format!("each rank is assumed to have a machine with {cores} cores; all were measured on one machine"));
         }
         if cell.threads != 1 {
             computation.push(format!("{} threads in each rank; computation was measured with 1", cell.threads));
         }
         if cell.strategy == OF_TRACE {
-            computation.push("computation as the trace has it; where it was recorded is not known".into());
+            computation.push("computation is taken from the trace; on what machine it was recorded is not known".into());
         } else if cell.ranks > MOST_RECORDED {
-            computation.push(format!("{} ranks, of which the first two were recorded for all", cell.ranks));
+            computation.push(format!("{} ranks, of which two were recorded and stand for all", cell.ranks));
         }
         let communication = &mut assumed.communication;
         if !calibration.machine.starts_with(&format!("{processor},")) {
-            communication.push(format!("this machine is {processor}; calibrated was {}", calibration.machine));
+            communication.push(format!("this machine is {processor}; the calibration is of {}", calibration.machine));
         }
         let usual = TransportOptions::default();
         let mtu = cell.quic_mtu.map(|_| ("quic-mtu", cell.value(Axis::QuicMtu)));
         let congestion = (cell.congestion != DEFAULT).then(|| ("congestion", cell.congestion.clone()));
         let lanes = (cell.lanes != usual.lanes).then(|| ("lanes", cell.lanes.to_string()));
         for (axis, value) in [mtu, congestion, lanes].into_iter().flatten() {
-            communication.push(format!("{axis} {value}, which was not calibrated"));
+            communication.push(format!("{axis} {value}, with which nothing was calibrated"));
         }
         assumed
     }
@@ -174,7 +175,7 @@ pub(crate) fn run(args: &PredictArgs) -> Result<ExitCode, BenchError> {
     }
     if let Some(out) = args.out.as_ref().filter(|out| out.exists()) {
         return Err(format!(
-            "--out {} holds earlier predictions; give a new file, or compare them with --against",
+            "--out {} holds earlier predictions; give another file, or compare them with --against",
             out.display()
         )
         .into());
@@ -220,9 +221,9 @@ fn predicted(mut cells: Vec<Cell>) -> Result<Vec<Cell>, String> {
     let all = cells.len();
     cells.retain(is_predicted);
     let left_out = all - cells.len();
-    let what = "cells of one device, over memory or no network, or of PyTorch are not predicted";
+    let what = "cells of one device, of transports without a network, and of PyTorch cannot be predicted";
     if cells.is_empty() {
-        return Err(format!("nothing to predict: all {left_out} cells are left out; {what}"));
+        return Err(format!("there is nothing to predict: all {left_out} cells are left out; {what}"));
     }
     if left_out > 0 {
         say(format_args!("{left_out} of {all} cells are left out: {what}"));
@@ -242,11 +243,11 @@ fn is_predicted(cell: &Cell) -> bool {
 /// There is none, or it is none.
 fn calibration(path: &Path) -> Result<Calibration, BenchError> {
     let about =
-        |why: &dyn std::fmt::Display| format!("--calibration {}: {why}; bench calibrate writes one", path.display());
+        |why: &dyn std::fmt::Display| format!("--calibration {}: {why}; `bench calibrate` writes this file", path.display());
     let text = rig::folder::read_small(path).map_err(|why| about(&why))?;
     let calibration: Calibration = serde_json::from_str(&text).map_err(|error| about(&error))?;
     if calibration.schema != predict::calibration::SCHEMA {
-        return Err(about(&"it is of another version of this program").into());
+        return Err(about(&"it was written by another version of this program").into());
     }
     Ok(calibration)
 }
@@ -291,7 +292,7 @@ pub(super) fn notes(forecasts: &[Forecast]) -> Vec<String> {
     let outside = outside(forecasts);
     let mut notes: Vec<String> = outside.iter().map(|line| format!("note: {line}")).collect();
     if !notes.is_empty() {
-        notes.push("* rests on what the notes say, which was not measured: it is not known how many steps lie within its bounds".into());
+        notes.push("* uses something that was not measured (see the notes); how many measured steps lie within its bounds is not known".into());
     }
     notes
 }

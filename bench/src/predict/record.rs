@@ -20,13 +20,13 @@ use rig::training::{TextSource, Training, config};
 use super::cells::{CellOptions, Recorder, file_names, name};
 use super::steps;
 
-/// Records what the ranks do in a step, and writes it as Chakra execution traces: PREFIX.RANK.et, a trace for each cell.
+/// Records what the ranks do in a step, and writes it as Chakra execution traces: one trace for each cell, with the files PREFIX.RANK.et.
 ///
-/// A run over a transport is recorded with all its ranks. Over `null` each rank is recorded by itself, one after the other, without the others: so many
-/// ranks can be recorded on a small machine, and a computation is as long as when nothing else runs.
+/// A run over a transport is recorded with all its ranks together. Over `null`, which sends nothing, ranks are recorded one after another, each
+/// alone: so a small machine can record many ranks, and a computation takes as long as it does when nothing else runs.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct RecordArgs {
-    /// A plan whose cells are recorded, instead of the options: a TOML file, or the name of one that comes with this program.
+    /// A plan whose cells are recorded, instead of those of the options: a TOML file, or the name of a plan that comes with this program.
     plan: Option<PathBuf>,
     #[command(flatten)]
     cells: CellOptions,
@@ -70,10 +70,10 @@ fn refuse_taken(out: &Path, prefixes: &[String]) -> Result<(), BenchError> {
     for (index, prefix) in prefixes.iter().enumerate() {
         let file = out.join(format!("{prefix}.0.et"));
         if file.exists() {
-            return Err(format!("{} holds an earlier trace; give a new folder with --out", file.display()).into());
+            return Err(format!("{} holds an earlier trace; give another folder with --out", file.display()).into());
         }
         if prefixes[..index].contains(prefix) {
-            return Err(format!("two cells would both be written to {}; record them one by one", file.display()).into());
+            return Err(format!("two cells would be written to the same file, {}; record them separately", file.display()).into());
         }
     }
     Ok(())

@@ -19,24 +19,25 @@ use rig::stats::median;
 use super::forecast::ms;
 use super::perform::{Run, memory, perform};
 
-/// Runs the operations of a Chakra execution trace over a transport and a link, without a model: a computation is as much processor time.
+/// Runs the operations of a Chakra execution trace over a transport and a link, without a model. A computation in the trace becomes processor time of
+/// the same length.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ReplayArgs {
-    /// PREFIX of the files PREFIX.RANK.et, or a folder with the files of one trace.
+    /// The trace: the PREFIX of its files PREFIX.RANK.et, or a folder with the files of one trace.
     trace: PathBuf,
-    /// The transport.
+    /// Transport that connects the ranks.
     #[arg(long, default_value = "tcp")]
     transport: Rung,
-    /// The link: a profile, by name or file (see `bench links --help`), or a rate with an MTU.
+    /// Link: the name or file of a profile (see `bench links --help`), or a rate with an MTU.
     #[arg(long, default_value = LOOPBACK)]
     link: String,
-    /// How often the trace is gone through; two times more come before.
+    /// How often the trace is run and timed; two untimed runs come first.
     #[arg(long, default_value_t = 20)]
     times: u32,
-    /// Leave the computation out.
+    /// Leave out the computations, and run only the communication.
     #[arg(long)]
     no_compute: bool,
-    /// Seconds that it may take.
+    /// Seconds that all runs together may take.
     #[arg(long, default_value_t = 120)]
     timeout: u64,
     /// Run although this is a debug build.
@@ -52,11 +53,11 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<ExitCode, BenchError> {
     let mut trace = chakra::read(&args.trace)?;
     let ranks = trace.ranks.len();
     if ranks < 2 {
-        return Err(format!("{}: a trace of one rank has nobody to talk to", args.trace.display()).into());
+        return Err(format!("{}: a trace of one rank does not communicate; give a trace of at least 2 ranks", args.trace.display()).into());
     }
     check_size(&trace, machine::available_memory()).map_err(|why| format!("{}: {why}", args.trace.display()))?;
     if args.transport.is_timing_only() || args.transport.is_threads() {
-        return Err(format!("--transport {}: choose one that joins processes", args.transport).into());
+        return Err(format!("--transport {}: it does not connect processes; choose shm, tcp-raw, tcp or quic", args.transport).into());
     }
     if args.no_compute {
         trace = trace.with_compute_scaled(0.0);
@@ -80,11 +81,12 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<ExitCode, BenchError> {
     let name = trace.name.clone();
     let run = Run { trace, warm_up: 2, times: args.times };
     let performed = perform(&[run], args.transport, &options, &network, timeout)?;
-    let performed = performed.first().ok_or("the ranks left nothing")?;
+    let performed = performed.first().ok_or("the ranks left no figures")?;
     let of_step = |values: &[f64]| median(values).map_or(f64::NAN, |value| ms(value / steps));
     say(format_args!("{name}, {ranks} ranks over {} through {}", args.transport, network.describe()));
     say(format_args!(
-        "{:.2} ms a step, of which {:.2} ms waiting on the rank that waits longest; operations were under way for {:.2} ms (medians of {} times)",
+        "{:.2} ms a step, of which the rank that waits longest waits {:.2} ms; operations were in progress for {:.2} ms (medians of {} \
+         runs of the trace)",
         of_step(&performed.seconds),
         of_step(&performed.waited),
         of_step(&performed.under_way),
@@ -97,7 +99,7 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<ExitCode, BenchError> {
 fn check_size(trace: &Trace, available: Option<f64>) -> Result<(), String> {
     let ranks = trace.ranks.len();
     if ranks > MAX_RANKS_HERE {
-        return Err(format!("{ranks} ranks, of {MAX_RANKS_HERE} at most on one machine"));
+        return Err(format!("it has {ranks} ranks, and one machine can run at most {MAX_RANKS_HERE}"));
     }
     let needed = memory(trace);
     match available {
@@ -135,6 +137,6 @@ mod tests {
         assert!(why.contains("of memory on 2 ranks"), "{why}");
         let message = Work::Send(Message { peer: 1, bytes: 1 << 50, lane: 0, background: true });
         assert!(check_size(&of(2, &message), Some(1e12)).unwrap_err().contains("1000.0 GB are free"));
-        assert!(check_size(&of(MAX_RANKS_HERE + 1, &sum), None).unwrap_err().contains("of 1024 at most"));
+        assert!(check_size(&of(MAX_RANKS_HERE + 1, &sum), None).unwrap_err().contains("at most 1024"));
     }
 }

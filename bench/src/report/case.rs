@@ -181,11 +181,11 @@ impl<'a> Case<'a> {
     /// In a word and in a sentence why it has no figures.
     pub(crate) fn hole(&self) -> (String, String) {
         if self.good.is_empty() && self.left_out.is_empty() {
-            return ("not reached".into(), "the sweep ended before it".into());
+            return ("not reached".into(), "the sweep ended before this cell ran".into());
         }
         let Some(ExcludedRun { why, what, .. }) = self.left_out.iter().find(|out| out.why != ExclusionReason::Repeated)
         else {
-            return ("no figures".into(), "it ended well, but its steps have no times".into());
+            return ("no figures".into(), "it ended without an error, but its steps have no times".into());
         };
         let word = match why {
             ExclusionReason::Failed => "failed",

@@ -50,12 +50,12 @@ const PAGE: &str = "report.html";
 /// Folder of the pictures, beside the page.
 const FIGURES: &str = "figures";
 
-/// Makes one HTML page of a sweep's results.
+/// Makes an HTML page of a sweep's results.
 #[derive(Debug, Args)]
 pub(crate) struct ReportArgs {
     /// Folder with results.jsonl.
     folder: PathBuf,
-    /// The page. Pictures go into figures/ beside it. [default: report.html in the folder]
+    /// File for the page. Pictures are written to figures/ beside it. [default: report.html in the folder]
     #[arg(long, value_name = "FILE.html")]
     out: Option<PathBuf>,
 }
@@ -142,7 +142,7 @@ fn planned(folder: &Path) -> (PlannedRuns, Option<String>) {
         }
         Err(why) => (
             PlannedRuns::default(),
-            Some(format!("{PLAN} cannot be read, so cells that were not reached are not shown: {why}")),
+            Some(format!("{PLAN} cannot be read, so cells that did not run are not shown: {why}")),
         ),
     }
 }

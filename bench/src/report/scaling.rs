@@ -24,8 +24,8 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
         let shared = if shared { " (ranks share cores)" } else { "" };
         if !shared.is_empty() {
             page.warning(
-                "where there are more ranks than cores, ranks share cores, so steps take longer with more ranks, whatever the network \
-                 does. Bytes are not affected.",
+                "if there are more ranks than cores, ranks share cores, so steps take longer with more ranks, independently of the \
+                 network. Bytes are not affected.",
             );
         }
         let scaled = |cases: &[&Case<'_>]| {

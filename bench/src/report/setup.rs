@@ -19,7 +19,7 @@ pub(super) fn beware(page: &mut Page, digest: &Digest<'_>) {
     let debug =
         digest.results.records.iter().filter(|record| facts(record).get("debug_build") == Some(&Value::Bool(true)));
     if debug.count() > 0 {
-        page.warning("these runs are of a debug build, whose timings mean nothing.");
+        page.warning("these runs are of a debug build, whose times are not meaningful.");
     }
     if distinct(digest.results.records.iter().map(|record| facts(record).to_string())).len() > 1 {
         page.warning("these runs are not all of one machine, kernel, congestion control and commit; the table of environments shows the differences.");
@@ -192,7 +192,7 @@ fn flags(page: &mut Page, digest: &Digest<'_>) {
     }
     page.heading("Doubts");
     if kinds.is_empty() {
-        page.text("No run has a doubt.");
+        page.text("There are no doubts about any run.");
         return;
     }
     let mut table = Table::new(&["doubt", "what it means", "for example", "runs", "cells"], 3);

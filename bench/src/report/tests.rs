@@ -185,10 +185,10 @@ fn cells_that_are_the_same_and_delays_that_were_planted_tell_of_the_method() {
     }
     let (html, _) = written(records);
     for text in [
-        "Of 1 pair of cells that are the same, 0 differ significantly",
-        "of 5.00 ms put into each step of rank 1, 5.00 [",
+        "Of 1 pair of identical cells, 0 differ significantly",
+        "5.00 ms were added to each step of rank 1, and 5.00 [",
         ": found.",
-        "NOT what was put in",
+        "NOT the delay that was added",
     ] {
         assert!(html.contains(text), "`{text}` is not said");
     }

@@ -74,7 +74,7 @@ pub(super) fn agree(ranks: &LaunchedRanks, mine: &Result<String, String>) -> Res
     let other = texts.iter().enumerate().find(|(_, text)| Some(*text) != texts.first());
     Ok(other.map_or(Ok(()), |(rank, text)| {
         Err(format!(
-            "rank {rank} has another text ({text}) than rank 0 ({}): --data names the same text on all machines",
+            "rank {rank} has another text ({text}) than rank 0 ({}): --data must name the same text on all machines",
             texts.first().map_or("", String::as_str)
         ))
     }))
@@ -87,13 +87,13 @@ fn echo() -> ExitCode {
 /// Why the ranks cannot run a cell, if so.
 pub(super) fn left_out(cell: &Cell, ranks: usize, machines: &[Machine]) -> Option<String> {
     if cell.ranks != ranks {
-        return Some(format!("the launcher has started another number of ranks: {ranks}"));
+        return Some(format!("the launcher has started {ranks} ranks, and the cell has another number"));
     }
     if cell.link != LOOPBACK && cell.link != NETWORK {
-        return Some("an emulated link is of one machine, and the ranks of a launcher talk over what is there".into());
+        return Some("emulated links exist on one machine only, and the ranks of a launcher use the machines' own network".into());
     }
     if cell.program.is_pytorch() {
-        return Some("PyTorch's ranks are started by this program, without a launcher".into());
+        return Some("PyTorch's ranks can only be started by this program, without a launcher".into());
     }
     if let Some(why) = divided(cell, machines) {
         return Some(why);
@@ -115,7 +115,7 @@ fn divided(cell: &Cell, machines: &[Machine]) -> Option<String> {
     let is_divided = has_nodes && (0..cell.ranks).any(|rank| machine(rank) != machine(rank / size * size));
     is_divided.then(|| {
         format!(
-            "{} has nodes of {size} ranks here, and the launcher has put those of a node on several machines",
+            "{} has nodes of {size} ranks here, and the launcher has put the ranks of a node on several machines",
             cell.strategy
         )
     })

@@ -35,31 +35,31 @@ use crate::prices::price_list;
 use crate::pytorch::Torch;
 use networks::TestNetworks;
 
-/// Runs the cells of a plan, and writes a report of what they cost.
+/// Runs the cells of a plan, and writes a report.
 #[derive(Debug, clap::Args)]
 pub(crate) struct SweepArgs {
-    /// The plan: a TOML file, or the name of one that comes with this program.
+    /// The plan: a TOML file, or the name of a plan that comes with this program (see --list).
     plan: Option<PathBuf>,
-    /// Name the plans that come with this program, and what they are for.
+    /// List the plans that come with this program, and what each is for.
     #[arg(long)]
     list: bool,
-    /// Print the cells of the plan and run none.
+    /// Print the cells of the plan, and run none.
     #[arg(long)]
     dry_run: bool,
     /// Folder for results.jsonl, traces and the report. [default: a new folder under bench-results/]
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Go on with the sweep of the same plan that was stopped in --out.
+    /// Continue the sweep of the same plan that was interrupted in --out.
     #[arg(long, requires = "out")]
     resume: bool,
-    /// With --resume, run the cells again that failed.
+    /// With --resume, also run failed cells again.
     #[arg(long, requires = "resume")]
     retry: bool,
-    /// How often each cell runs, instead of what the plan says.
+    /// How often each cell runs, instead of the plan's number.
     #[arg(long)]
     rounds: Option<u32>,
-    /// Time for the sweep, such as 30m. The first round is always finished; the plan's others may take half as long again. What is left goes to
-    /// further rounds of cells that are not told apart yet. [default: the plan's rounds, however long they take]
+    /// Time for the sweep, such as 30m. The first round always runs to its end; the plan's other rounds may exceed the budget by half. Time that is
+    /// left is used for further rounds of cells that are not told apart yet. [default: the plan's rounds, however long they take]
     #[arg(long, conflicts_with = "rounds", value_parser = budget)]
     budget: Option<Duration>,
     /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]
@@ -103,7 +103,7 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         }
         return Ok(ExitCode::SUCCESS);
     }
-    let path = args.plan.as_deref().ok_or("give a plan, or --list to see which ones there are")?;
+    let path = args.plan.as_deref().ok_or("give a plan; --list shows those that come with this program")?;
     let (mut plan, text) = Plan::load(path)?;
     match args.rounds {
         Some(0) => return Err("--rounds must be at least 1".into()),
@@ -115,7 +115,7 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         return Ok(ExitCode::SUCCESS);
     }
     if plan.tokens && args.data.is_some() {
-        return Err("--data: the text of this plan is random tokens (tokens = true)".into());
+        return Err("--data: this plan trains on random tokens (tokens = true); leave out --data, or change the plan".into());
     }
     debug::refuse(args.allow_debug, debug::NO_TIMINGS)?;
     let launched = job.map(|job| launched::meet(job, &plan, &text)).transpose()?;
@@ -167,7 +167,7 @@ fn prepare(
     if launched.is_none() && plan.cells.iter().any(networks::needs_namespaces) {
         gain_namespaces();
         if let Some(why) = TestNetwork::unavailable() {
-            say(format_args!("no links but loopback here, so that cells over others are holes: {why}"));
+            say(format_args!("cells over links other than loopback cannot run here and are left out: {why}"));
         }
     }
     let signals = Signals::catch()?;
@@ -181,13 +181,13 @@ fn prepare(
     let torch = if plan.cells.iter().any(|cell| cell.program.is_pytorch()) {
         outcome::settled(Torch::find(Path::new("python3")))?
     } else {
-        Err("the plan has no cell for it".into())
+        Err("no cell was planned for it".into())
     };
     if args.resume {
         let earlier = header.of(&out)?;
         plan.rounds = args.rounds.unwrap_or(earlier.rounds);
     } else {
-        begin(&out, ", or go on with it with --resume")?;
+        begin(&out, ", or continue it with --resume")?;
     }
     Header { rounds: plan.rounds, ..header }.write(&out)?;
     let budget = args.budget;
@@ -248,7 +248,7 @@ fn print_cells(plan: &Plan) {
 fn begin(out: &Path, instead: &str) -> Result<(), BenchError> {
     // Rows of an earlier run are hours of somebody's time.
     if let Some(old) = [results::FILE, PLAN, HEADER].map(|name| out.join(name)).into_iter().find(|path| path.exists()) {
-        return Err(format!("{} holds an earlier run; give a new folder with --out{instead}", old.display()).into());
+        return Err(format!("{} holds an earlier run; give another folder with --out{instead}", old.display()).into());
     }
     Ok(())
 }
@@ -261,7 +261,7 @@ fn alone_in(out: &Path) -> Result<File, BenchError> {
     match file.try_lock() {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => Err(format!(
-            "another sweep is writing to {}; wait for it, or give another folder with --out",
+            "another sweep is writing to {}; wait until it has ended, or give another folder with --out",
             out.display()
         )
         .into()),
@@ -290,18 +290,18 @@ impl Header {
     fn of(&self, out: &Path) -> Result<Header, BenchError> {
         let read = |name: &str| {
             let path = out.join(name);
-            let hint = "--resume takes the folder of a sweep that was stopped";
+            let hint = "--resume needs the folder of a sweep that was interrupted";
             read_small(&path).map_err(|why| format!("{why}; {hint}"))
         };
         let other = |name: &str, what: &str| {
             let path = out.join(name);
-            format!("{} has another {what}; a sweep goes on with its own, or begins in a new folder", path.display())
+            format!("{} has another {what}; give those of that sweep to continue it, or begin a new sweep in another folder", path.display())
         };
         if read(PLAN)? != self.plan {
             return Err(other(PLAN, "plan than the one given").into());
         }
         let header: Header = serde_json::from_str(&read(HEADER)?)
-            .map_err(|error| format!("{}: {error}; begin in a new folder", out.join(HEADER).display()))?;
+            .map_err(|error| format!("{}: {error}; begin a new sweep in another folder", out.join(HEADER).display()))?;
         if header.network != self.network {
             return Err(other(HEADER, "network: one of the two is on several machines").into());
         }
@@ -351,8 +351,8 @@ impl Sweep {
         warnings.iter().for_each(|warning| say(format_args!("{warning}")));
         if records.last().is_some_and(|last| last.environment != self.environment) {
             say(format_args!(
-                "WARNING: the machine or this program is not what it was in the earlier part of this sweep; its rounds cannot be compared \
-                 with the new ones"
+                "WARNING: the machine or this program has changed since the earlier part of this sweep; rounds from before and after \
+                 cannot be compared"
             ));
         }
         // The sweep may have been stopped while it wrote its last line.
@@ -528,7 +528,7 @@ impl Course<'_> {
 }
 
 fn no_more(error: &comm_core::Error) -> String {
-    format!("no cell can run any more: {error}; --resume goes on where the sweep ended")
+    format!("no cell can run any more: {error}; --resume continues where the sweep ended")
 }
 
 /// The file of a cell's trace, by its place in the plan.
@@ -571,7 +571,7 @@ impl Appending {
             // No half line: what is there stays readable.
             let _ = self.file.set_len(self.length);
             return Err(format!(
-                "{}: {error}; the runs before this one are safe: make room, and go on with --resume",
+                "{}: {error}; the earlier runs are saved: free some space, and continue with --resume",
                 self.path.display()
             )
             .into());

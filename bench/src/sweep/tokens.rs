@@ -24,7 +24,8 @@ pub(super) fn write(path: &Path, cell: &Cell) -> Result<TextSource, String> {
     let count = wanted.clamp(LEAST, MOST).max(least);
     if count > LARGEST {
         return Err(format!(
-            "two steps of {} sequences of {} tokens need a text of {count}, and the largest has {LARGEST}; make them fewer or shorter",
+            "two steps of {} sequences of {} tokens need a text of {count} tokens, and at most {LARGEST} are possible; give fewer or \
+             shorter sequences",
             cell.batch,
             sequence - 1
         ));

@@ -23,7 +23,7 @@ pub(super) fn work(digest: &Digest<'_>) -> Statements {
     if wrong > 0 {
         said.push((
             Mark::Doubt,
-            format!("Of {runs} whose bytes were counted, {wrong} did not send what their formulas say."),
+            format!("Of {runs} whose bytes were counted, {wrong} sent other bytes than the formulas say."),
         ));
     } else if !counted.is_empty() {
         said.push((
@@ -34,7 +34,7 @@ pub(super) fn work(digest: &Digest<'_>) -> Statements {
     let (groups, equal) = super::super::loss::equal_weights(digest);
     if groups > equal {
         let text = format!(
-            "In {} of {groups} groups of cells that should end with the same weights these differ.",
+            "In {} of {groups} groups of cells that should end with the same weights, the weights differ.",
             groups - equal
         );
         said.push((Mark::Doubt, text));
@@ -68,7 +68,7 @@ fn same(digest: &Digest<'_>) -> Option<(Mark, String)> {
     // One in twenty is what a confidence of 95 % means; of a few pairs one may be.
     let mark = if told * 20 <= compared.len().max(20) { Mark::Found } else { Mark::Doubt };
     let text = format!(
-        "Of {} of cells that are the same, {told} differ significantly, where one in twenty is to be expected; the largest ratio is {} ({label}).",
+        "Of {} of identical cells, {told} differ significantly; by chance one in twenty does. The largest ratio is {} ({label}).",
         count(compared.len(), "pair"),
         most.times()
     );
@@ -89,11 +89,11 @@ fn recovered(digest: &Digest<'_>, case: &Case<'_>, planted: &InjectedDelay) -> O
     let whom = planted.rank.map_or("every rank".into(), |rank| format!("rank {rank}"));
     let (mark, verdict) = match found.difference.contains(put) {
         true if found.verdict > 0 => (Mark::Found, "found"),
-        true => (Mark::Open, "too small to be told from nothing"),
-        false => (Mark::Doubt, "NOT what was put in"),
+        true => (Mark::Open, "too small to be distinguished from 0"),
+        false => (Mark::Doubt, "NOT the delay that was added"),
     };
     let text = format!(
-        "{place}: of {} ms put into each step of {whom}, {} ms come out: {verdict}.",
+        "{place}: {} ms were added to each step of {whom}, and {} ms more were measured: {verdict}.",
         figure(put),
         interval(&found.difference)
     );

@@ -47,8 +47,8 @@ fn runs(digest: &Digest<'_>) -> Option<String> {
     let crowds = distinct(digest.cases.iter().filter_map(|case| case.crowd.clone()));
     let kinds = [
         (FlagKind::SharedCores, format!("had ranks that shared cores ({})", listed(&crowds, 4))),
-        (FlagKind::MachineBusy, "met a busy machine".into()),
-        (FlagKind::ClockMoved, "saw the processor's clock move".into()),
+        (FlagKind::MachineBusy, "ran on a busy machine".into()),
+        (FlagKind::ClockMoved, "ran while the processor's clock changed".into()),
         (FlagKind::NoSteadyState, "never settled".into()),
     ];
     let told = kinds.into_iter().map(|(kind, what)| (doubted(kind), what)).filter(|(runs, _)| *runs > 0);
@@ -65,8 +65,8 @@ fn neighbours(digest: &Digest<'_>) -> Option<String> {
     let ends = distinct(sharing.iter().map(|(_, ends)| ends.clone()));
     (alone && !sharing.is_empty()).then(|| {
         format!(
-            "{}: neighbours share a node, and so an end of the link ({}). They communicate through memory, while the ranks of other strategies \
-             send over the link. This is one reason if it is the fastest.",
+            "{}: neighbouring ranks form a node, and so share an end of the link ({}). They communicate through memory, while the ranks of \
+             other strategies send over the link. If this strategy is the fastest, this is one reason.",
             listed(&names, 4),
             listed(&ends, 4)
         )
@@ -96,7 +96,7 @@ pub(super) fn all(digest: &Digest<'_>) -> Statements {
     let few = labels(&|case| case.step.is_some() && case.good.len() < ROUNDS);
     if !few.is_empty() {
         let text = format!(
-            "{} fewer than {ROUNDS} good rounds, so that nothing is claimed of them: {}.",
+            "{} fewer than {ROUNDS} good rounds, so nothing is concluded from them: {}.",
             if few.len() == 1 { "1 cell has".into() } else { format!("{} cells have", few.len()) },
             listed(&few, 6)
         );

@@ -25,7 +25,7 @@ pub(super) fn statements(digest: &Digest<'_>) -> Statements {
         let whom =
             whom(case).map_or("no rank stands out".into(), |(who, part)| format!("{} of it for {who}", share(part)));
         format!(
-            "{}: {ms} ms a step, {} of it, are spent waiting for ranks that are still computing; {whom}.",
+            "{}: {ms} ms of a step ({}) are spent waiting for ranks that are still computing; {whom}.",
             digest.label(case.cell),
             share_interval(waits)
         )
@@ -33,7 +33,7 @@ pub(super) fn statements(digest: &Digest<'_>) -> Statements {
     let mut said: Statements = found.iter().take(TOLD).map(|found| (Mark::Found, text(found))).collect();
     if found.len() > TOLD {
         let rest = found.len() - TOLD;
-        said.push((Mark::Found, format!("{rest} more stand in a table below, with the parts of a step.")));
+        said.push((Mark::Found, format!("{rest} more are in a table below, with the parts of a step.")));
     }
     said
 }

@@ -138,7 +138,7 @@ fn ranks_that_share_cores_are_labelled_and_left_out_of_the_short_answer() {
     assert!(short.contains("round trip; 2 ranks):") && !short.contains("4 ranks on"), "{short}");
     let trust = html.split_once("id=\"trust\"").unwrap().1.split_once("<details").unwrap().0;
     assert!(trust.contains("leave out cells whose ranks share cores"));
-    assert!(trust.contains("had ranks that shared cores (4 ranks on ") && trust.contains("met a busy machine"));
+    assert!(trust.contains("had ranks that shared cores (4 ranks on ") && trust.contains("ran on a busy machine"));
     assert!(
         trust.contains("What was sent is what the formulas say, to the byte, in all runs that count it ("),
         "{trust}"
