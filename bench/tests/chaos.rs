@@ -33,7 +33,7 @@ fn all_well(arguments: &[&str], cells: usize) -> Vec<Value> {
     assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
     let rows = rows(&folder.path().join("out/chaos.jsonl"));
     assert_eq!(rows.len(), cells, "{said}");
-    assert!(said.contains(&format!("{cells} cells, {cells} ok, 0 not; 0 hung")), "{said}");
+    assert!(said.contains(&format!("{cells} cells: {cells} ok, 0 not ok; 0 hung")), "{said}");
     rows
 }
 

@@ -36,7 +36,7 @@ fn spec(namespaces: &[String]) -> String {
 #[test]
 fn what_cannot_be_is_one_line() {
     assert!(complaint("").contains("internal command"));
-    assert!(complaint("{}\n").contains("not understood"));
+    assert!(complaint("{}\n").contains("cannot be decoded"));
     assert!(complaint(&spec(&["a".into(), "a".into()])).contains("device of another end"));
     let nowhere = spec(&["bench-link-none-0".into(), "bench-link-none-1".into()]);
     assert!(complaint(&nowhere).contains("/var/run/netns/bench-link-none-0"));

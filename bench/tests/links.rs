@@ -97,7 +97,7 @@ fn loopback_is_told_of_without_a_judgement() {
         assert!(row["measured"].as_f64().unwrap() > 0.0 && row["verdict"] == "told", "{row}");
     }
     let again = command(&["loopback", "--out", "out"], folder.path()).output().unwrap();
-    assert!(!again.status.success() && said(&again).contains("new folder"), "{}", said(&again));
+    assert!(!again.status.success() && said(&again).contains("another folder"), "{}", said(&again));
 }
 
 /// Measures a profile, and looks whether all is there and nothing is left.

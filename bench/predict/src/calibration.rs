@@ -309,11 +309,11 @@ impl Calibration {
             let known: BTreeMap<&str, ()> = self.paths.iter().map(|path| (path.transport.as_str(), ())).collect();
             let known = known.into_keys().collect::<Vec<_>>().join(", ");
             return Err(format!(
-                "the transport {transport} was not calibrated, of which there are {known}: run bench calibrate with it"
+                "the transport {transport} was not calibrated, only {known}: run `bench calibrate` with it"
             ));
         };
         let mut taken = vec![format!(
-            "{transport} was not measured over {}; its costs are those over {}",
+            "{transport} was not measured over {}; its costs are taken from {}",
             link.name, path.link.name
         )];
         if link.unusual.values().chain([&link.usual]).any(|pipes| pipes.up.loss + pipes.down.loss > 0.0) {
@@ -400,7 +400,7 @@ mod tests {
         assert!(taken.is_empty() && found.link.name == "at 1e9");
         let (found, taken) = calibration.costs("tcp", &Link::even("lan", Some(5e8), 0.0)).unwrap();
         assert_eq!(found.link.name, "at 1e9");
-        assert_eq!(taken, ["tcp was not measured over lan; its costs are those over at 1e9"]);
+        assert_eq!(taken, ["tcp was not measured over lan; its costs are taken from at 1e9"]);
         let why = calibration.costs("quic", &path(1e9).link).unwrap_err();
         assert!(why.contains("quic was not calibrated") && why.contains("tcp"), "{why}");
     }

@@ -153,7 +153,7 @@ pub fn read(path: &Path) -> Result<Trace, ChakraError> {
         let wrong = |what: String| ChakraError { file: file.clone(), what };
         let length = std::fs::metadata(&file).map_err(|error| wrong(error.to_string()))?.len();
         if length > MOST_BYTES {
-            return Err(wrong(format!("{length} bytes, of {MOST_BYTES} at most")));
+            return Err(wrong(format!("it has {length} bytes, and at most {MOST_BYTES} can be read")));
         }
         let bytes = std::fs::read(&file).map_err(|error| wrong(error.to_string()))?;
         let decoded = decode(&bytes).and_then(sorted).map_err(wrong)?;
@@ -282,13 +282,13 @@ fn files(path: &Path) -> Result<Vec<PathBuf>, ChakraError> {
     }
     if found.len() > 1 {
         let names: Vec<&str> = found.keys().map(String::as_str).collect();
-        return Err(wrong(format!("there are several traces here: name one of {}", names.join(", "))));
+        return Err(wrong(format!("there are several traces in this folder: name one of {}", names.join(", "))));
     }
     let Some((_, files)) = found.into_iter().next() else {
-        return Err(wrong("there are no files PREFIX.RANK.et of a Chakra trace".into()));
+        return Err(wrong("there are no files of a Chakra trace, PREFIX.RANK.et".into()));
     };
     if files.len() > MOST_RANKS {
-        return Err(wrong(format!("{} ranks, of {MOST_RANKS} at most", files.len())));
+        return Err(wrong(format!("it has {} ranks, and at most {MOST_RANKS} are possible", files.len())));
     }
     match files.keys().zip(0..).find(|(rank, expected)| *rank != expected) {
         Some((_, missing)) => Err(wrong(format!("the file of rank {missing} is missing"))),
@@ -311,7 +311,7 @@ fn decode(mut bytes: &[u8]) -> Result<(GlobalMetadata, Vec<ChakraNode>), String>
         if length > bytes.len() {
             let left = bytes.len();
             return Err(format!(
-                "byte {at}: {what} of {length} bytes, of which there are {left}: it is cut, or no Chakra trace"
+                "byte {at}: {what} of {length} bytes, but only {left} are left: the file is cut off, or not a Chakra trace"
             ));
         }
         let (message, rest) = bytes.split_at(length);
@@ -367,7 +367,7 @@ fn sorted((metadata, nodes): (GlobalMetadata, Vec<ChakraNode>)) -> Result<Decode
     if order.len() < nodes.len() {
         let stuck = missing.iter().position(|missing| *missing > 0).and_then(|place| nodes.get(place));
         let name = stuck.map_or(String::new(), |node| format!("{} ({})", node.id, node.name));
-        return Err(format!("nodes wait for each other, node {name} among them"));
+        return Err(format!("some nodes wait for each other in a circle; node {name} is one of them"));
     }
     let mut new_places = vec![0; nodes.len()];
     for (place, old) in order.iter().enumerate() {
@@ -441,7 +441,7 @@ impl ChakraNode {
         let background = self.find("isocomm.background") != Some(0);
         match self.kind {
             COMP => {
-                let of_micros = self.duration_micros.checked_mul(1000).ok_or("a duration of centuries")?;
+                let of_micros = self.duration_micros.checked_mul(1000).ok_or("a duration is too long")?;
                 Ok(Work::Compute { ns: self.find("isocomm.ns").unwrap_or(of_micros) })
             }
             // What only says something, or moves between memories of one rank, takes the time that it took.
@@ -462,7 +462,7 @@ impl ChakraNode {
                 let dtype = self.text("isocomm.dtype").map_or(Ok(DType::F32), str::parse);
                 let dtype = dtype.map_err(|error| error.to_string())?;
                 let size = if kind == OpKind::Barrier { 0 } else { needed("comm_size")? };
-                let whole = size.checked_mul(shares(kind, members) as u64).ok_or("a size beyond 64 bits")?;
+                let whole = size.checked_mul(shares(kind, members) as u64).ok_or("a size does not fit into 64 bits")?;
                 let count = self.find("isocomm.count").unwrap_or(whole.div_ceil(dtype.size() as u64)) as usize;
                 let algorithm = self.text("isocomm.algorithm").map(str::parse).transpose();
                 let algorithm = algorithm.map_err(|error: comm_core::UnknownName| error.to_string())?;
@@ -656,7 +656,7 @@ mod tests {
     fn which_files_are_meant_is_said() {
         let folder = tempfile::tempdir().unwrap();
         let why = read(folder.path()).unwrap_err().to_string();
-        assert!(why.contains("no files PREFIX.RANK.et"), "{why}");
+        assert!(why.contains("no files of a Chakra trace, PREFIX.RANK.et"), "{why}");
         write(&example(), folder.path(), "one").unwrap();
         std::fs::remove_file(folder.path().join("one.1.et")).unwrap();
         let why = read(folder.path()).unwrap_err().to_string();

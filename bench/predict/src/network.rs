@@ -117,7 +117,7 @@ impl Link {
                     Pipe { loss, .. } if loss.is_nan() || loss >= 1.0 => "all packets are lost",
                     _ => continue,
                 };
-                return Err(format!("the link {} carries nothing {way} rank {rank}: {why}", self.name));
+                return Err(format!("the link {} delivers no packets {way} rank {rank}: {why}", self.name));
             }
         }
         Ok(())
@@ -212,13 +212,13 @@ mod tests {
     fn a_link_that_carries_nothing_is_said() {
         assert!(network(1e9, 0.0).link.check(2).is_ok());
         let why = network(0.0, 0.0).link.check(2).unwrap_err();
-        assert_eq!(why, "the link test carries nothing from rank 0: its rate is 0");
+        assert_eq!(why, "the link test delivers no packets from rank 0: its rate is 0");
         let mut link = network(1e9, 0.0).link;
         let mut pipes = link.usual;
         pipes.down.loss = 1.0;
         link.unusual.insert(1, pipes);
         let why = link.check(2).unwrap_err();
-        assert_eq!(why, "the link test carries nothing to rank 1: all packets are lost");
+        assert_eq!(why, "the link test delivers no packets to rank 1: all packets are lost");
         assert!(link.check(1).is_ok(), "no such rank");
     }
 

@@ -102,7 +102,7 @@ pub fn predict(question: &Question<'_>, calibration: &Calibration) -> Result<Pre
     });
     let most = operations.max().unwrap_or(0);
     if most > 4 * largest {
-        outside.push(format!("operations of {most} bytes; up to {largest} were measured"));
+        outside.push(format!("operations of {most} bytes; at most {largest} were measured"));
     }
     if ranks > 4 * path.ranks {
         outside.push(format!("{ranks} ranks; {transport} was measured with {}", path.ranks));
@@ -195,9 +195,9 @@ impl Limit {
     pub fn because(self) -> &'static str {
         match self {
             Limit::Compute => "most of a step is computation",
-            Limit::Rate => "most of a step is spent on the link's rate",
-            Limit::Delay => "most of a step is spent on the delay of messages, one after the other",
-            Limit::Transport => "most of a step is spent on moving bytes in the machines themselves",
+            Limit::Rate => "most of a step is limited by the link's rate",
+            Limit::Delay => "most of a step is spent on the delays of messages that follow one another",
+            Limit::Transport => "most of a step is spent on moving bytes inside the machines",
         }
     }
 }

@@ -87,7 +87,7 @@ pub(crate) fn collapsed(trace: &Trace, link: &Link, table: &Table) -> Result<Vec
 
 fn too_many() -> String {
     format!(
-        "the ranks do not fall into classes that all do the same: with more than {MOST_SINGLE_RANKS} ranks they must"
+        "the ranks cannot be grouped into classes that do the same work, which is needed for more than {MOST_SINGLE_RANKS} ranks; give fewer ranks"
     )
 }
 
@@ -244,7 +244,7 @@ impl Builder<'_> {
         self.kept += rounds.len();
         if self.kept > MOST_ROUNDS {
             return Err(format!(
-                "the operations take more than {MOST_ROUNDS} rounds; give a trace of fewer or smaller ones"
+                "the operations take more than {MOST_ROUNDS} rounds of messages; give a trace with fewer or smaller operations"
             ));
         }
         let rounds =

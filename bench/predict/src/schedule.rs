@@ -67,7 +67,8 @@ pub fn rounds(collective: &Collective, ranks: usize, rank: usize, table: &Table)
         let rounds = shape.pieces().saturating_mul(steps);
         if rounds > MOST_ROUNDS {
             return Err(format!(
-                "{kind} of {count} elements by {algorithm} takes {rounds} rounds on {ranks} ranks, of {MOST_ROUNDS} at most; cut it into several operations"
+                "{kind} of {count} elements by {algorithm} takes {rounds} rounds of messages on {ranks} ranks, and at most {MOST_ROUNDS} \
+                 can be simulated; divide it into several operations"
             ));
         }
     }
@@ -90,7 +91,7 @@ pub fn rounds(collective: &Collective, ranks: usize, rank: usize, table: &Table)
         (_, OpKind::Gather) => shape.rooted_gather(),
         (_, OpKind::AllToAll) => vec![shape.with_all(|to| shape.shard(to), |_| shape.shard(rank), false)],
         (_, OpKind::Barrier) => shape.barrier(),
-        (algorithm, kind) => return Err(format!("no messages of {kind} by {algorithm} are known")),
+        (algorithm, kind) => return Err(format!("the messages of {kind} by {algorithm} are not known")),
     })
 }
 
@@ -372,7 +373,7 @@ mod tests {
             let kind = if algorithm == Algorithm::Ring { OpKind::AllGather } else { OpKind::Broadcast };
             let huge = Collective { algorithm: Some(algorithm), ..Collective::of_all(kind, 1 << 40) };
             let why = rounds(&huge, 2, 0, &Table::fixed()).unwrap_err();
-            assert!(why.contains("takes 4194304 rounds on 2 ranks"), "{why}");
+            assert!(why.contains("takes 4194304 rounds of messages on 2 ranks"), "{why}");
         }
     }
 }

@@ -327,8 +327,8 @@ impl<'a> Simulation<'a> {
             .find(|active| active.waits > 0)
             .map(|active| (self.programs[active.class].members[0], active.item));
         match waiting {
-            Some((rank, item)) => format!("ranks wait for each other for ever: rank {rank} at its node {item}"),
-            None => "ranks wait for each other for ever".into(),
+            Some((rank, item)) => format!("the ranks of the trace wait for each other forever: rank {rank} at its node {item}"),
+            None => "the ranks of the trace wait for each other forever".into(),
         }
     }
 

@@ -164,13 +164,13 @@ impl Trace {
     /// The first thing that is wrong, by rank and node.
     pub fn check(&self) -> Result<(), Invalid> {
         if self.ranks.is_empty() || self.steps == 0 {
-            return Err(Invalid("a trace has at least one rank and one step".into()));
+            return Err(Invalid("a trace must have at least one rank and one step".into()));
         }
         for (rank, trace) in self.ranks.iter().enumerate() {
             for (index, node) in trace.nodes.iter().enumerate() {
                 let wrong = |what: String| Err(Invalid(format!("rank {rank}, node {index} ({}): {what}", node.name)));
                 if let Some(late) = node.after.iter().find(|after| **after >= index) {
-                    return wrong(format!("it waits for node {late}, which is not before it"));
+                    return wrong(format!("it waits for node {late}, which does not come before it"));
                 }
                 if let Err(what) = self.check_work(rank, &node.work) {
                     return wrong(what);
@@ -183,22 +183,22 @@ impl Trace {
     fn check_work(&self, rank: usize, work: &Work) -> Result<(), String> {
         let ranks = self.ranks.len();
         if let Some(lane) = work.lane().filter(|lane| *lane >= MOST_LANES) {
-            return Err(format!("lane {lane}, of {MOST_LANES} at most"));
+            return Err(format!("its lane is {lane}, and at most {MOST_LANES} lanes are possible"));
         }
         match work {
             Work::Compute { ns } if *ns > MOST_OF_A_NODE => {
-                Err(format!("a computation of {ns} ns, of {MOST_OF_A_NODE} at most"))
+                Err(format!("its computation has {ns} ns, and at most {MOST_OF_A_NODE} are possible"))
             }
             Work::Compute { .. } => Ok(()),
             Work::Send(message) | Work::Receive(message) if message.bytes > MOST_OF_A_NODE => {
-                Err(format!("a message of {} bytes, of {MOST_OF_A_NODE} at most", message.bytes))
+                Err(format!("its message has {} bytes, and at most {MOST_OF_A_NODE} are possible", message.bytes))
             }
             Work::Send(message) | Work::Receive(message) if message.peer >= ranks || message.peer == rank => {
-                Err(format!("a message between rank {rank} and rank {}, of {ranks} ranks", message.peer))
+                Err(format!("its message is between rank {rank} and rank {}, and there are {ranks} ranks", message.peer))
             }
             Work::Send(_) | Work::Receive(_) => Ok(()),
             Work::Collective(Collective { kind: OpKind::Send | OpKind::Recv, .. }) => {
-                Err("a message is no operation of all ranks".into())
+                Err("a message is not an operation of all ranks".into())
             }
             Work::Collective(collective) => {
                 let Collective { count, root, group, .. } = collective;
@@ -206,14 +206,14 @@ impl Trace {
                 let sorted = group.windows(2).all(|pair| pair[0] < pair[1]);
                 if !group.is_empty() && (!sorted || !group.contains(&rank) || group.iter().any(|rank| *rank >= ranks)) {
                     return Err(format!(
-                        "the group {group:?} of {ranks} ranks, which is to be in order and to have rank {rank}"
+                        "its group {group:?} of {ranks} ranks must be in ascending order and contain rank {rank}"
                     ));
                 }
                 if *root >= members {
-                    return Err(format!("root {root} of {members} ranks"));
+                    return Err(format!("its root is {root}, and its group has {members} ranks"));
                 }
                 if *count > MOST_ELEMENTS {
-                    return Err(format!("{count} elements, of {MOST_ELEMENTS} at most"));
+                    return Err(format!("it has {count} elements, and at most {MOST_ELEMENTS} are possible"));
                 }
                 Ok(())
             }

@@ -373,7 +373,7 @@ fn thousands_of_ranks_are_a_few() {
 fn what_cannot_end_is_said() {
     let waits = trace(2, |rank, nodes| _ = nodes.push("x", vec![], Work::Receive(message(1 - rank, 4))));
     let why = simulate(&waits, &network(), Detail::EveryRank).unwrap_err();
-    assert!(why.contains("wait for each other for ever: rank 0 at its node 0"), "{why}");
+    assert!(why.contains("wait for each other forever: rank 0 at its node 0"), "{why}");
     let uneven = trace(600, |rank, nodes| _ = nodes.push("x", vec![], Work::Compute { ns: rank as u64 / 2 }));
     assert!(simulate(&uneven, &network(), Detail::Auto).is_ok(), "nothing has to match");
     // Each rank has another part in a broadcast.

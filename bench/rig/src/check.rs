@@ -11,7 +11,7 @@ pub fn between<T: PartialOrd + Display>(name: &str, value: &T, range: RangeInclu
     if range.contains(value) {
         return Ok(());
     }
-    Err(format!("{name} {value} must lie between {} and {}", range.start(), range.end()))
+    Err(format!("{name} {value} must be from {} to {}", range.start(), range.end()))
 }
 
 /// Whether every rank gets as many of the `batch` sequences of a step.
@@ -32,7 +32,7 @@ mod tests {
     #[test]
     fn what_is_outside_is_refused_with_the_range() {
         assert!(between("--ranks", &2, 2..=4).is_ok() && between("--ranks", &4, 2..=4).is_ok());
-        assert_eq!(between("--ranks", &5, 2..=4).unwrap_err(), "--ranks 5 must lie between 2 and 4");
+        assert_eq!(between("--ranks", &5, 2..=4).unwrap_err(), "--ranks 5 must be from 2 to 4");
         assert!(between("--seconds", &f64::NAN, 0.5..=60.0).unwrap_err().contains("NaN"));
     }
 

@@ -22,13 +22,13 @@ pub fn refuse(allowed: bool, what: &str) -> Result<(), BenchError> {
 pub fn refuse_timings(allowed: bool) -> Result<(), BenchError> {
     refuse(allowed, NO_TIMINGS)?;
     if cfg!(debug_assertions) {
-        say("DEBUG BUILD: the timings below mean nothing");
+        say("DEBUG BUILD: the times below are not meaningful");
     }
     Ok(())
 }
 
 /// What is wrong with timings of a debug build.
-pub const NO_TIMINGS: &str = "whose timings mean nothing";
+pub const NO_TIMINGS: &str = "whose times are not meaningful";
 
 #[cfg(test)]
 mod tests {

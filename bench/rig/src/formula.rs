@@ -22,11 +22,11 @@ pub fn off_the_formula(rank: &RankReport) -> Option<String> {
     ];
     let wrong = pairs.into_iter().find_map(|(what, counted, expected)| {
         let counted = counted.filter(|counted| *counted != expected)?;
-        Some(format!("off the formula: rank {}: {counted} {what} a step, not {expected}", rank.rank))
+        Some(format!("off the formula: rank {}: {counted} {what} a step instead of {expected}", rank.rank))
     });
     let in_some_step = || {
         format!(
-            "off the formula: rank {} sent other bytes or messages in some step than its strategy expected",
+            "off the formula: in some step rank {} sent other bytes or messages than its strategy expected",
             rank.rank
         )
     };

@@ -18,7 +18,7 @@ impl Lines {
     pub fn create(path: &Path) -> Result<Self, BenchError> {
         // Rows of an earlier run are hours of somebody's time.
         let file = File::create_new(path)
-            .map_err(|error| format!("{}: {error}; give a new folder with --out", path.display()))?;
+            .map_err(|error| format!("{}: {error}; give another folder with --out", path.display()))?;
         Ok(Lines { file, path: path.display().to_string() })
     }
 

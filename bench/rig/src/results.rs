@@ -57,7 +57,7 @@ pub fn read_records(path: &Path) -> Result<Results, String> {
         }
         if read == LONGEST_LINE && line.last() != Some(&b'\n') {
             return Err(format!(
-                "{name}: line {number} is longer than {} MiB; this is not a file of results",
+                "{name}: line {number} is longer than {} MiB, so this is not a file of results",
                 LONGEST_LINE >> 20
             ));
         }
@@ -71,7 +71,7 @@ pub fn read_records(path: &Path) -> Result<Results, String> {
                 break;
             }
             Err(bad) => {
-                let hint = "take that line out to keep the others; `bench sweep --resume` then runs its cell again";
+                let hint = "remove that line to keep the others; `bench sweep --resume` then runs its cell again";
                 return Err(format!("{name}: line {number}: {}; {hint}", bad.what()));
             }
         }
@@ -87,7 +87,7 @@ pub fn read_records(path: &Path) -> Result<Results, String> {
 pub fn read_some_records(path: &Path) -> Result<Results, String> {
     let results = read_records(path)?;
     if results.records.is_empty() {
-        let why = if results.warnings.is_empty() { "is empty" } else { "holds nothing but a line that is cut off" };
+        let why = if results.warnings.is_empty() { "is empty" } else { "holds only a line that is cut off" };
         return Err(format!(
             "{} {why}: its sweep ended before its first run did; run it again",
             results.file.display()
@@ -112,7 +112,7 @@ fn locate(path: &Path) -> Result<PathBuf, String> {
 
 /// What is wrong with a line.
 enum LineError {
-    /// It is not an object of JSON.
+    /// It is not a JSON object.
     Syntax(String),
     /// It is not a record, or one of another version.
     Content(String),
@@ -121,7 +121,7 @@ enum LineError {
 impl LineError {
     fn what(self) -> String {
         match self {
-            LineError::Syntax(what) => format!("it is not an object of JSON: {what}"),
+            LineError::Syntax(what) => format!("it is not a JSON object: {what}"),
             LineError::Content(what) => what,
         }
     }
@@ -153,8 +153,8 @@ fn parse(line: &[u8]) -> Result<Option<Record>, LineError> {
             Ok(Some(record))
         }
         Some(other) => Err(LineError::Content(format!(
-            "it was written in version {other} of this format, and this program reads version {SCHEMA}; read it with \
-             the program that wrote it, or run the sweep again"
+            "it has version {other} of the format, and this program reads version {SCHEMA}; use the program that wrote it, or run the \
+             sweep again"
         ))),
         None => Err(LineError::Content(
             "it names no version; is this the file of another command than `bench sweep`?".into(),
@@ -214,7 +214,7 @@ mod tests {
         let results = read_records(&file).unwrap();
         assert_eq!((results.records.len(), results.warnings.len()), (2, 0));
         fs::write(&file, &second[..20]).unwrap();
-        assert!(read_some_records(&file).unwrap_err().contains("holds nothing but a line that is cut off"));
+        assert!(read_some_records(&file).unwrap_err().contains("holds only a line that is cut off"));
     }
 
     #[test]
@@ -224,16 +224,16 @@ mod tests {
         );
         let broken = format!("{}\n{{\"schema\": 1, \n{}\n", line(1), line(2));
         assert!(
-            error_of(broken.as_bytes()).contains("line 2: it is not an object of JSON"),
+            error_of(broken.as_bytes()).contains("line 2: it is not a JSON object"),
             "{}",
             error_of(broken.as_bytes())
         );
         let other = line(1).replacen("\"schema\":1", "\"schema\":7", 1) + "\n";
-        assert!(error_of(other.as_bytes()).contains("line 1: it was written in version 7 of this format"));
+        assert!(error_of(other.as_bytes()).contains("line 1: it has version 7 of the format"));
         assert!(error_of(b"{\"strategy\": \"ddp\"}\n").contains("names no version"));
         assert!(error_of(b"{\"schema\": 1}\n").contains("not a record of `bench sweep`: missing field"));
-        assert!(error_of(b"[1, 2]\n").contains("line 1: it is not an object of JSON: it does not begin with a brace"));
-        assert!(error_of(b"\x00\xff\n").contains("line 1: it is not an object of JSON"));
+        assert!(error_of(b"[1, 2]\n").contains("line 1: it is not a JSON object: it does not begin with a brace"));
+        assert!(error_of(b"\x00\xff\n").contains("line 1: it is not a JSON object"));
         assert!(error_of("[".repeat(100_000).as_bytes()).contains("cut off"));
     }
 

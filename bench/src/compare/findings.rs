@@ -300,7 +300,7 @@ mod tests {
         assert_eq!(row.b.unwrap().runs, 4);
         assert_eq!(
             row.notes,
-            ["B: 1 run left out by its flags: 7 bytes", "B: 2 runs on a busy machine: others took 40 %"]
+            ["B: 1 run left out because of its flags: 7 bytes", "B: 2 runs on a busy machine: others took 40 %"]
         );
     }
 }

@@ -129,7 +129,7 @@ mod tests {
         assert!(text[0].contains("sooner than ddp if it needs less than 100 % more steps"), "{}", text[0]);
         assert!(text[1].contains("100.0 ms a step (95.0-105.0), 50 % of it computing; most of a step is computation"));
         assert!(text[2].ends_with("1.04 times as long as ddp, a difference within the bounds"), "{}", text[2]);
-        let expected = "most of a step is spent on the link's rate; 2.00 times as long as ddp, and the busiest rank sends 2.00 MB more";
+        let expected = "most of a step is limited by the link's rate; 2.00 times as long as ddp, and the busiest rank sends 2.00 MB more";
         assert!(text[3].ends_with(expected), "{}", text[3]);
     }
 

@@ -161,7 +161,7 @@ pub fn addresses(job: &Job, names: &[String], control: &dyn Control, timeout: Du
     let told = control.gather("ports", &mine, Deadline::after(timeout))?;
     let ports = told.into_iter().next().filter(|ports| ports.len() == names.len());
     let ports =
-        ports.ok_or_else(|| Error::Rendezvous("rank 0 has told other ports than there are jobs to meet for".into()))?;
+        ports.ok_or_else(|| Error::Rendezvous("rank 0 named another number of ports than there are jobs".into()))?;
     Ok(ports.into_iter().map(|port| Address::Tcp { host: host.clone(), port }).collect())
 }
 

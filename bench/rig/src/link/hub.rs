@@ -156,7 +156,7 @@ fn filter(namespace: &Namespace, device: &str, pipe: &PipeSpec, mtu: u32) -> Res
     let filter = ["root", "tbf", "rate", &rate, "burst", &burst, "limit", &limit];
     namespace.tc(&[&["qdisc", "add", "dev", device][..], &filter].concat()).map_err(|why| {
         let rate = Rate::of_bits(bits);
-        format!("the link cannot be held to {rate}: {why}; it takes the kernel's tbf (module sch_tbf); a link without a rate does not")
+        format!("the link cannot be limited to {rate}: {why}. This needs the kernel's tbf (module sch_tbf); links without a rate do not")
     })?;
     Ok(true)
 }

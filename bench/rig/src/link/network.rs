@@ -45,18 +45,18 @@ impl TestNetwork {
             return congestion.map_or_else(|| Ok(TestNetwork::loopback()), TestNetwork::loopback_with);
         }
         if !(2..=MAX_ENDS).contains(&ends) {
-            return Err(format!("the link {}: it has 2 to {MAX_ENDS} ends, not {ends}", profile.name));
+            return Err(format!("the link {}: it can have 2 to {MAX_ENDS} ends, not {ends}", profile.name));
         }
         if let Some(last) = profile.unusual.keys().max().filter(|last| **last >= ends) {
             return Err(format!(
-                "the link {}: the end of rank {last} is described, but there are {ends} ends, from 0 to {}; add ranks",
+                "the link {}: its profile describes the end of rank {last}, but there are only {ends} ends, 0 to {}; use more ranks",
                 profile.name,
                 ends - 1
             ));
         }
         may_make_namespaces()?;
         for name in remove_leftovers() {
-            eprintln!("removed the network namespace {name}, which a killed run had left");
+            eprintln!("removed the network namespace {name}, which a killed run had left behind");
         }
         let ends = (0..ends).map(|_| Namespace::new()).collect::<Result<Vec<_>, _>>()?;
         for end in &ends {
@@ -182,7 +182,7 @@ impl TestNetwork {
                 format!("veth{filter}")
             }
             NetworkKind::Emulated(_) => {
-                let netem = if self.has_netem == Some(true) { "is there, too, but unused" } else { "is not there" };
+                let netem = if self.has_netem == Some(true) { "is available, but not used" } else { "is not there" };
                 format!("emulated through TUN; the kernel's netem {netem}")
             }
         };

@@ -27,10 +27,10 @@ impl LinkOptions {
     /// What cannot be, for the user.
     pub fn check(&self) -> Result<(), String> {
         if !MTU.contains(&self.mtu) {
-            return Err(format!("--mtu {} must lie between {} and {}", self.mtu, MTU.start(), MTU.end()));
+            return Err(format!("--mtu {} must be from {} to {}", self.mtu, MTU.start(), MTU.end()));
         }
         if self.congestion.as_ref().is_some_and(|name| name.is_empty() || name.len() > 15) {
-            return Err("--congestion: a name has 1 to 15 letters".into());
+            return Err("--congestion: the name must have 1 to 15 letters".into());
         }
         Ok(())
     }
@@ -81,9 +81,9 @@ impl FromStr for LinkOptions {
             Some((link, congestion)) => (link, Some(congestion.to_string())),
             None => (name, None),
         };
-        let (rate, mtu) = link.split_once(MTU_IS).ok_or_else(|| format!("`{name}` is no rate with an MTU"))?;
+        let (rate, mtu) = link.split_once(MTU_IS).ok_or_else(|| format!("`{name}` is not a rate with an MTU, such as 1gbit,mtu=1500"))?;
         let RateLimit(rate) = rate.parse()?;
-        let mtu = mtu.parse().map_err(|_| format!("`{name}`: `{mtu}` is no size of a packet"))?;
+        let mtu = mtu.parse().map_err(|_| format!("`{name}`: `{mtu}` is not a size of a packet"))?;
         let options = LinkOptions { rate, mtu, congestion };
         options.check()?;
         Ok(options)

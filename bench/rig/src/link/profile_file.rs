@@ -103,7 +103,7 @@ impl FileText {
     fn profile(self, name: &str) -> Result<Profile, String> {
         let mtu = self.mtu.unwrap_or(if self.carrier == Carrier::None { *MTU.end() } else { DEFAULT_MTU });
         if !MTU.contains(&mtu) {
-            return Err(format!("mtu: {mtu} must lie between {} and {}", MTU.start(), MTU.end()));
+            return Err(format!("mtu: {mtu} must be from {} to {}", MTU.start(), MTU.end()));
         }
         let pipes = |up: &PipeText, down: &PipeText, place: &str| -> Result<Pipes, String> {
             let pipe = |text: &PipeText, key: &str| {
@@ -197,7 +197,7 @@ impl PipeText {
             pipe.reorder_probability = share(&reorder.share).map_err(|why| format!("{key}.reorder.share: {why}"))?;
             pipe.reorder_by = time(&reorder.by).map_err(|why| format!("{key}.reorder.by: {why}"))?;
             if pipe.reorder_by.is_zero() {
-                return Err(format!("{key}.reorder.by: packets that are late by 0 keep their order"));
+                return Err(format!("{key}.reorder.by: it must be above 0, because packets without extra delay keep their order"));
             }
         }
         Ok(pipe)
@@ -207,7 +207,7 @@ impl PipeText {
         let Some(rate) = rate else {
             return match self.queue {
                 Some(_) => {
-                    Err(format!("{key}.queue: without a rate nothing is queued; give a rate, or leave out the queue"))
+                    Err(format!("{key}.queue: without a rate no packet is queued; give a rate, or leave out the queue"))
                 }
                 None => Ok(None),
             };
@@ -220,7 +220,7 @@ impl PipeText {
         };
         let bytes = bytes.map_err(|why| format!("{key}.queue: {why}; a time counts at the pipe's rate"))?;
         if bytes < 2 * u64::from(mtu) || bytes > u64::from(u32::MAX) {
-            return Err(format!("{key}.queue: {bytes} B must hold two packets of {mtu} B at least, and 4 GB at most"));
+            return Err(format!("{key}.queue: {bytes} B must be at least two packets of {mtu} B, and at most 4 GB"));
         }
         Ok(Some(bytes))
     }

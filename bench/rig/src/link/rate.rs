@@ -53,7 +53,7 @@ impl FromStr for Rate {
         let number: f64 = number.trim().parse().map_err(|_| refused())?;
         let bits = number * unit as f64;
         if !(bits >= LEAST as f64 && bits <= MOST as f64) {
-            return Err(format!("`{text}` is out of range; a link has 8kbit to 1000gbit"));
+            return Err(format!("`{text}` is out of range; a link can have 8kbit to 1000gbit"));
         }
         Ok(Rate { bits_per_second: bits.round() as u64 })
     }

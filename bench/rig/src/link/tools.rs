@@ -110,7 +110,7 @@ impl Drop for Namespace {
     fn drop(&mut self) {
         if let Err(why) = ip(&["netns", "delete", &self.name]) {
             eprintln!(
-                "warning: a network namespace is left behind: {why}; remove it with `ip netns delete {}`",
+                "warning: a network namespace could not be removed: {why}; remove it with `ip netns delete {}`",
                 self.name
             );
         }

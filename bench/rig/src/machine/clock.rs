@@ -71,8 +71,8 @@ impl Clock {
         if before > 0.0 && after > 0.0 && ((after / before).max(before / after) - 1.0) > MOVED {
             let percent = 100.0 * (after / before - 1.0);
             found.push(format!(
-                "the same work took {:.2} ms before the run and {:.2} ms after it ({percent:+.0} %): the \
-                 processor's clock moved, or others share its core",
+                "the same work took {:.2} ms before the run and {:.2} ms after it ({percent:+.0} %): the processor's clock changed, or \
+                 other programs used its core",
                 before * 1e3,
                 after * 1e3
             ));
@@ -80,7 +80,7 @@ impl Clock {
         if let (Some(before), Some(after)) = (self.too_hot, later.too_hot)
             && after > before
         {
-            found.push(format!("the processor was slowed down {} times because it was too hot", after - before));
+            found.push(format!("the processor slowed down {} times because it was too hot", after - before));
         }
         let changed = |(path, value): &&(String, String)| {
             self.settings.iter().any(|(other, before)| other == path && before != value)

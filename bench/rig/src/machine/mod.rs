@@ -67,7 +67,7 @@ pub fn shared_cores(ranks: usize, threads: usize) -> Option<Flag> {
 
 /// As [`shared_cores`], of a machine with so many cores.
 pub fn shared_among(ranks: usize, threads: usize, cores: usize) -> Option<Flag> {
-    let network = if ranks > 1 { "; ranks wait for one another's turns, not for the network alone" } else { "" };
+    let network = if ranks > 1 { "; ranks wait for the processor, not only for the network" } else { "" };
     let what = format!("{ranks} rank(s) of {threads} computing thread(s) share {cores} cores{network}");
     (ranks * threads > cores).then_some(Flag { kind: FlagKind::SharedCores, what })
 }

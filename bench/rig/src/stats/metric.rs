@@ -14,39 +14,39 @@ use crate::record::{Rank, Record, Steps};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Metric {
-    /// Time of a step, of the rank that takes longest.
+    /// Time of a step, on the rank that takes longest.
     Step,
     /// Tokens a second over all ranks.
     Tokens,
     /// Reading the batch.
     Data,
-    /// Forward and backward pass, on a GPU with waiting for them.
+    /// Forward and backward pass; on a GPU until they have finished.
     Compute,
     /// Packing gradients and parameters for the network.
     Pack,
-    /// Waiting for gradients and parameters.
+    /// Waiting for gradients and parameters (exposed communication).
     Exposed,
-    /// Waiting for loss and norm.
+    /// Waiting for loss and gradient norm.
     Scalars,
-    /// Waiting for ranks that had not begun.
+    /// Waiting for ranks that had not begun the operation.
     Skew,
-    /// All waiting: exposed, for scalars, and for late ranks.
+    /// All waiting: exposed, scalars and skew.
     Waits,
-    /// Taking apart what came.
+    /// Unpacking gradients and parameters that were received.
     Unpack,
-    /// Gradient norm and the optimizer's update, on a GPU with waiting for them.
+    /// Gradient norm and the optimizer's update; on a GPU until they have finished.
     Optimizer,
-    /// Time that nothing accounts for.
+    /// Time that belongs to no other part.
     Other,
-    /// Communication under way, hidden or not.
+    /// Communication in progress, hidden or exposed.
     Communication,
-    /// Communication behind other work.
+    /// Communication during other work (hidden communication).
     Hidden,
-    /// Payload bytes sent a step, of the rank that sends most.
+    /// Payload bytes sent in a step, by the rank that sends most.
     Bytes,
     /// Training loss of the last step.
     Loss,
-    /// Largest memory of a rank.
+    /// Memory of the rank that takes most.
     Memory,
 }
 

@@ -144,7 +144,7 @@ fn doubt(record: &Record, keep: Keep) -> Option<(ExclusionReason, String)> {
     let spoils = |flag: &&Flag| matches!(flag.kind, FlagKind::OffTheFormula | FlagKind::EmulatorBehind);
     match &record.status {
         Status::Ok if record.measured.is_none() => {
-            Some((ExclusionReason::Failed, "it says that it ended well but holds no figures".into()))
+            Some((ExclusionReason::Failed, "it is marked as successful, but holds no figures".into()))
         }
         Status::Ok if keep == Keep::All => None,
         Status::Ok => record.flags.iter().find(spoils).map(|flag| (ExclusionReason::Unsound, flag.what.clone())),
@@ -160,7 +160,7 @@ impl fmt::Display for ExclusionReason {
             ExclusionReason::Failed => "failed",
             ExclusionReason::TimedOut => "timed out",
             ExclusionReason::NotAvailable => "not available",
-            ExclusionReason::Unsound => "left out by its flags",
+            ExclusionReason::Unsound => "left out because of its flags",
             ExclusionReason::Repeated => "repeated",
         })
     }

@@ -54,7 +54,7 @@ pub(crate) fn unsettled(series: &[f64]) -> Option<Flag> {
             let place = cut + place;
             format!("steps {} to {place} take {before:.2} ms, steps {} to {all} {after:.2} ms", cut + 1, place + 1)
         }
-        None => format!("{all} steps are too few to tell warming up from the rest; give it {FEWEST} or more"),
+        None => format!("{all} steps are too few to tell the warm-up from the rest; give at least {FEWEST} steps"),
     };
     Some(Flag { kind: FlagKind::NoSteadyState, what })
 }

@@ -343,7 +343,7 @@ pub fn config(cell: &Cell, vocabulary: usize) -> Result<TrainConfig, String> {
         local: local_options(cell),
     };
     let usual = TrainConfig::of(model(cell, vocabulary)?, cell.strategy.parse()?);
-    let clip = cell.clip.as_ref().map(|clip| clip.parse().map_err(|_| format!("`{clip}` is no norm")));
+    let clip = cell.clip.as_ref().map(|clip| clip.parse().map_err(|_| format!("`{clip}` is not a norm")));
     let scaling = cell.loss_scaling.as_ref().map(|scaling| scaling.parse::<LossScaling>());
     let loss_scaling = scaling.transpose()?;
     Ok(TrainConfig {

@@ -208,7 +208,7 @@ impl LaunchedRanks {
         let before = self.clocks()?;
         let address = addresses(&self.job, std::slice::from_ref(&name), &*self.control, SOON)?;
         let Some(address) = address.into_iter().next() else {
-            return Err(Error::Rendezvous(format!("rank 0 has told no address for {name}")));
+            return Err(Error::Rendezvous(format!("rank 0 gave no address for {name}")));
         };
         let job = Job { address, id: format!("{}-{name}", self.job.id), ..self.job.clone() };
         let watch = self.looks_after_another_machine().then(|| Watch::start(self.beside()));

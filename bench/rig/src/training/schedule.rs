@@ -11,7 +11,7 @@ pub fn schedule(text: &str) -> Result<LearningRate, String> {
     let words: Vec<&str> = text.split_whitespace().collect();
     parse(&words).ok_or_else(|| {
         format!(
-            "`{text}` is no schedule; write \"constant 1e-3\", or \"cosine 1e-3 1e-4 5 100\" or \"linear 1e-3 0 5 100\" with peak, floor, \
+            "`{text}` is not a schedule; write \"constant 1e-3\", or \"cosine 1e-3 1e-4 5 100\" or \"linear 1e-3 0 5 100\" with peak, floor, \
              steps of warm-up and the step at which the floor is reached"
         )
     })

@@ -72,7 +72,7 @@ fn families() -> impl Iterator<Item = u8> {
 fn ask(family: u8) -> Result<Vec<InetResponse>, String> {
     let failed = |what: &str| {
         let what = what.to_string();
-        move |error: io::Error| format!("{what}: {error}; may this process use netlink sockets here?")
+        move |error: io::Error| format!("{what}: {error}; is this process allowed to use netlink sockets?")
     };
     let protocol = Protocol::from(libc::NETLINK_SOCK_DIAG);
     let mut socket = Socket::new(Domain::from(libc::AF_NETLINK), Type::DGRAM, Some(protocol))

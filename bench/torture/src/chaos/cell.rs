@@ -250,7 +250,7 @@ impl Cell {
         row.same_text = texts.windows(2).all(|pair| pair[0] == pair[1]);
         // Without rank 0 nobody decides for all.
         if !row.same_text && self.victim != 0 {
-            row.wrong.push(format!("the survivors say different things: {texts:?}"));
+            row.wrong.push(format!("the survivors report different errors: {texts:?}"));
         }
     }
 
@@ -265,7 +265,7 @@ impl Cell {
         group.tell(self.victim, &Command::Resume);
         group.tell(self.victim, &Command::Go);
         let Some(ended) = group.hear_each(&[self.victim], Instant::now() + VICTIM + PATIENCE, ended).remove(0) else {
-            row.wrong.push(format!("the victim does not end: {}", group.complaint(self.victim)));
+            row.wrong.push(format!("the victim did not end: {}", group.complaint(self.victim)));
             return;
         };
         match (&ended.error, self.fault.is_harmless()) {
@@ -295,7 +295,7 @@ impl Cell {
                 survivor.dropped = dropped;
             }
             if let Some(cpu) = idle.map(Duration::from_nanos).filter(|cpu| *cpu >= SPINS) {
-                row.wrong.push(format!("rank {rank} spins: {cpu:.3?} of processor time in {IDLE:?} after its end"));
+                row.wrong.push(format!("rank {rank} keeps using the processor after its error: {cpu:.3?} in {IDLE:?}"));
             }
             match dropped {
                 None => row.wrong.push(format!("rank {rank} did not drop everything within {TIDY:?}")),
@@ -328,7 +328,7 @@ impl Cell {
             left.retain(|name| name != "address");
         }
         if !left.is_empty() {
-            row.wrong.push(format!("files are left: {}", left.join(", ")));
+            row.wrong.push(format!("files were left behind: {}", left.join(", ")));
         }
         Ok(())
     }

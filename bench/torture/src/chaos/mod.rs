@@ -76,7 +76,7 @@ pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode, BenchError> {
     signals.check()?;
     say(report::table(&rows, &settings));
     for name in shared_places().iter().filter(|name| !before.contains(name)) {
-        say(format_args!("appeared meanwhile, perhaps from another program: {}", name.display()));
+        say(format_args!("new files, perhaps of another program: {}", name.display()));
     }
     if let Some(out) = &settings.out {
         say(format_args!("rows: {}", out.join("chaos.jsonl").display()));

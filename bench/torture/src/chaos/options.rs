@@ -19,10 +19,10 @@ use crate::time::parse_time;
 /// Most ranks of a cell.
 const MAX_RANKS: usize = 64;
 
-/// What the ranks of a job make of faults: every fault, in every collective, over every transport, at every moment.
+/// Injects faults into jobs, and checks how the other ranks notice them: every fault, during every collective, over every transport, at every moment.
 ///
-/// Each cell is a job of real processes. The program exits with 1 when a survivor hangs, is late, names the wrong rank, or leaves
-/// something behind.
+/// Each cell is a job of real processes. The exit code is 1 if a surviving rank hangs, notices the fault too late, names the wrong rank, gets wrong
+/// results, or leaves files, descriptors or threads behind.
 #[derive(Debug, clap::Args)]
 pub struct ChaosArgs {
     /// Faults, separated by commas. [default: all]
@@ -34,35 +34,35 @@ pub struct ChaosArgs {
     /// Transports, separated by commas.
     #[arg(long, value_delimiter = ',', default_values_t = transports::between_processes())]
     transports: Vec<TransportKind>,
-    /// Moments, separated by commas: connect (the transport), before the first operation, during operations, last (after the last
-    /// one). [default: all]
+    /// Moments of the fault, separated by commas: connect (while the transport connects), before (the first operation), during (operations), last
+    /// (after the last operation). [default: all]
     #[arg(long, value_delimiter = ',')]
     when: Option<Vec<When>>,
     /// Ranks of each job.
     #[arg(long, default_value_t = 3)]
     ranks: usize,
-    /// The rank that is hit. [default: 1, and also 0, during operations, for kill, stop, exit and cut]
+    /// The victim, the rank that gets the fault. [default: 1; for kill, stop, exit and cut during operations also 0]
     #[arg(long)]
     victim: Option<usize>,
-    /// How long a rank may give no sign of life before it counts as lost.
+    /// How long a rank's heartbeats may be absent before it counts as lost.
     #[arg(long, default_value = "2s", value_parser = parse_time)]
     liveness: Duration,
-    /// Longest time of an operation.
+    /// Longest time that an operation may take.
     #[arg(long, default_value = "4s", value_parser = parse_time)]
     timeout: Duration,
-    /// Have the ranks compare their calls before every operation.
+    /// Check before every operation that all ranks have called the same one.
     #[arg(long)]
     checked: bool,
-    /// Cells that keep cores busy at a time; those that only wait do not count. [default: the machine's cores]
+    /// How many cells may run at the same time; cells that only wait are not counted. [default: the machine's number of cores]
     #[arg(long)]
     jobs: Option<usize>,
-    /// One collective at one moment.
+    /// Run one collective at one moment only.
     #[arg(long)]
     quick: bool,
-    /// Of the moments at which faults come.
+    /// Random seed of the times at which faults are injected.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Folder for chaos.jsonl, a line of JSON for each cell.
+    /// Folder for chaos.jsonl, which has a line of JSON for each cell.
     #[arg(long)]
     out: Option<PathBuf>,
     /// Run although this is a debug build.
@@ -105,7 +105,8 @@ impl ChaosArgs {
         }
         if times.timeout <= times.liveness + Duration::from_millis(500) {
             return Err(format!(
-                "--timeout {:?} must be longer than --liveness {:?} and half a second, or nobody could tell which of the two ended a cell",
+                "--timeout {:?} must be longer than --liveness {:?} plus half a second; otherwise it would not be clear which of the two \
+                 ended a cell",
                 times.timeout, times.liveness
             )
             .into());
@@ -113,7 +114,7 @@ impl ChaosArgs {
         for transport in &self.transports {
             if !transport.medium().joins_processes() {
                 return Err(format!(
-                    "--transports {transport}: ranks must be processes with host memory, expected one of {}",
+                    "--transports {transport}: ranks must be processes that use host memory; choose among {}",
                     transports::names(&transports::between_processes())
                 )
                 .into());
@@ -137,8 +138,8 @@ impl ChaosArgs {
         };
         self.list(&mut settings);
         if settings.cells.is_empty() {
-            let why = settings.left_out.first().map_or("nothing was chosen", |(.., why)| why);
-            return Err(format!("no cell to run: {why}").into());
+            let why = settings.left_out.first().map_or("no fault, collective, transport or moment was chosen", |(.., why)| why);
+            return Err(format!("there is no cell to run: {why}").into());
         }
         Ok(settings)
     }
@@ -195,7 +196,8 @@ impl Settings {
     pub(crate) fn introduction(&self) -> String {
         let Times { heartbeat, liveness, timeout, .. } = self.times;
         let mut text = format!(
-            "{} cells of {} ranks, {} at a time; a sign of life every {heartbeat:?}, lost after {liveness:?} without; operations end after {timeout:?}",
+            "chaos: {} cells, each a job of {} ranks with one fault, {} at a time. Ranks send a heartbeat every {heartbeat:?}; a rank \
+             without one for {liveness:?} counts as lost, and an operation that takes longer than {timeout:?} fails",
             self.cells.len(),
             self.ranks,
             self.jobs,

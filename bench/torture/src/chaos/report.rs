@@ -66,7 +66,7 @@ pub(crate) fn table(rows: &[Row], settings: &Settings) -> String {
     let differ = rows.iter().filter(|row| !row.same_text).count();
     let _ = write!(
         text,
-        "{} cells, {} ok, {} not; {hangs} hung; {elements} of {checked} elements wrong; in {differ} the survivors' texts differ",
+        "{} cells: {} ok, {} not ok; {hangs} hung; {elements} of {checked} elements wrong; in {differ} cells the survivors reported different errors",
         rows.len(),
         rows.len() - wrong.len(),
         wrong.len()
@@ -107,7 +107,8 @@ fn afterwards(rows: &[Row]) -> String {
         dropped.after.descriptors <= dropped.before.descriptors && dropped.after.threads <= dropped.before.threads
     };
     format!(
-        "after their end survivors used at most {cpu:.1} ms of processor time in {} ms; dropping everything took at most {slowest:.0} ms and left {} of {} with the descriptors and threads they had before connecting",
+        "after their error survivors used at most {cpu:.1} ms of processor time in {} ms; dropping the communicator took at most \
+         {slowest:.0} ms, after which {} of {} had as many descriptors and threads as before connecting",
         IDLE.as_millis(),
         dropped().filter(clean).count(),
         survivors().count()

@@ -50,8 +50,8 @@ pub(crate) fn run(args: &HostileArgs) -> Result<ExitCode, BenchError> {
     let settings = args.check()?;
     say(format_args!("text: {}", settings.corpus.describe()));
     say(format_args!("machine: {}", Environment::read().one_line()));
-    say("attackers and job share this machine's cores, so steps take longer for that reason too");
-    say("tcp without its gate is not attacked: zeromq allocates what a frame announces, and aborts");
+    say("hostile: strangers attack the ports of jobs that train. They run on this machine's cores too, so steps also take longer because of that");
+    say("tcp is attacked with its gate only: without it the ZeroMQ library allocates whatever length a frame announces, and aborts");
     let mut file = settings.out.as_ref().map(|out| Lines::create(&out.join("hostile.jsonl"))).transpose()?;
     let recipes = Recipes::collect()?;
     let steps = calibrate(&settings)?;
@@ -74,7 +74,7 @@ pub(crate) fn run(args: &HostileArgs) -> Result<ExitCode, BenchError> {
         "\n{live} strangers and datagrams on open ports of {} jobs; weights equal to those of the undisturbed run: {}; {}",
         verdicts.len(),
         if verdicts.iter().all(|verdict| verdict.weights_equal) { "yes" } else { "NO" },
-        if broken.is_empty() { "nothing broke".into() } else { format!("BROKEN: {}", broken.join("; ")) }
+        if broken.is_empty() { "all checks hold".into() } else { format!("BROKEN: {}", broken.join("; ")) }
     ));
     if let Some(out) = &settings.out {
         say(format_args!("rows: {}", out.join("hostile.jsonl").display()));
@@ -86,7 +86,7 @@ pub(crate) fn run(args: &HostileArgs) -> Result<ExitCode, BenchError> {
 fn calibrate(settings: &Settings) -> Result<u64, BenchError> {
     let transport = TransportKind::SHM;
     let ended = undisturbed(settings, transport, CALIBRATION)?;
-    let step = median(ended.steps.get(2..).unwrap_or_default()).ok_or("the calibration took no steps")?;
+    let step = median(ended.steps.get(2..).unwrap_or_default()).ok_or("the calibration run took no steps")?;
     let steps = settings.attack.as_secs_f64() * 1e3 / step;
     say(format_args!("a step takes {step:.2} ms here, so the jobs have {steps:.0} steps"));
     Ok((steps.ceil() as u64).max(CALIBRATION))

@@ -13,32 +13,32 @@ use rig::rank::load_text;
 use rig::signal::Signals;
 use rig::transports;
 
-/// Trains while strangers attack every port of the job, and checks that the weights come out the same.
+/// Trains while strangers, programs without the job's secret, attack every port of the job, and checks that the weights are the same.
 ///
-/// For each transport a small training runs twice, undisturbed and attacked. Strangers come from the moment a port opens: port
-/// scans, other protocols, rubbish, openings of the job's own protocols that are cut, wrong or endless, and crowds that only hold
-/// connections. The result says for each kind how it was answered, how long the job took to get rid of it, and what it cost.
+/// For each transport a small training runs twice, undisturbed and attacked. Strangers connect from the moment a port opens. There are port scans,
+/// other protocols, random bytes, handshakes of the job's own protocols that are cut off, wrong or endless, and large numbers of connections that
+/// send nothing. The result says for each kind how the job reacted, how long it took to disconnect the stranger, and what it cost.
 #[derive(Clone, Debug, clap::Args)]
 pub struct HostileArgs {
-    /// Transports, separated by commas: shm (whose only port is the control plane's), tcp-raw, tcp, quic.
+    /// Transports, separated by commas: shm (which has only the control plane's port), tcp-raw, tcp, quic.
     #[arg(long, value_delimiter = ',', default_values_t = transports::between_processes())]
     transports: Vec<TransportKind>,
-    /// Strangers and datagrams on open ports, over all transports, at least. [default: 16000; 1000 with --quick]
+    /// Least number of strangers and datagrams on open ports, all transports together. [default: 16000; 1000 with --quick]
     #[arg(long)]
     inputs: Option<u64>,
-    /// Seconds that the attack on one transport should take, and that a job lasts undisturbed. [default: 25; 1.2 with --quick]
+    /// Seconds that the attack on one transport takes, and that an undisturbed job takes. [default: 25; 1.2 with --quick]
     #[arg(long)]
     seconds: Option<f64>,
-    /// A short run, of less than half a minute.
+    /// A short run of less than half a minute.
     #[arg(long)]
     quick: bool,
-    /// Seed of the training and of the strangers.
+    /// Random seed of the training and of the strangers.
     #[arg(long, default_value_t = 1337)]
     seed: u64,
     /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]
     #[arg(long)]
     data: Option<PathBuf>,
-    /// Folder for hostile.jsonl: one object for each kind of stranger and one for each transport.
+    /// Folder for hostile.jsonl, which has a line of JSON for each kind of stranger and for each transport.
     #[arg(long)]
     out: Option<PathBuf>,
     /// Run although this is a debug build.
@@ -70,7 +70,7 @@ impl HostileArgs {
         for transport in &self.transports {
             if !transport.medium().joins_processes() {
                 return Err(format!(
-                    "--transports {transport}: a job over it has no ports to attack; choose shm, tcp-raw, tcp or quic"
+                    "--transports {transport}: its jobs have no ports that could be attacked; choose shm, tcp-raw, tcp or quic"
                 )
                 .into());
             }

@@ -93,7 +93,7 @@ pub(super) fn judge(
     }
     for row in &rows {
         if row.tally.let_in > 0 {
-            complain(format!("{} of \"{}\" were taken for ranks", row.tally.let_in, row.kind));
+            complain(format!("{} of \"{}\" were accepted as ranks", row.tally.let_in, row.kind));
         }
         // Those who only hold a connection may wait in the kernel's queue, where they cost the job nothing.
         if row.tally.overdue > 0 && row.kind != Kind::Hold.name() {
@@ -101,7 +101,7 @@ pub(super) fn judge(
         }
         if row.memory_rise.is_some_and(|rise| rise > MEMORY_BOUND) {
             let rise = row.memory_rise.unwrap_or(0) >> 20;
-            complain(format!("\"{}\" cost a rank {rise} MiB of memory", row.kind));
+            complain(format!("\"{}\" made the memory of a rank grow by {rise} MiB", row.kind));
         }
     }
     if outcome.outlasted {
@@ -109,7 +109,7 @@ pub(super) fn judge(
     }
     if live_inputs < settings.inputs {
         complain(format!(
-            "only {live_inputs} of {} strangers found an open port; give more --seconds",
+            "only {live_inputs} of {} strangers found an open port; give a larger --seconds",
             settings.inputs
         ));
     }
@@ -256,10 +256,12 @@ pub(super) fn sentences(verdict: &Verdict) -> String {
         if names.is_empty() { "none".into() } else { names.join(", ") }
     };
     format!(
-        "ports open to the end: {}\nports of the start: {}\n\
-         start to first step {:.0} ms undisturbed, {} ms attacked; step {} ms undisturbed, {} ms under attack ({:.1} s); \
-         processor time {:.2} s and {} s for 1000 steps\n\
-         peaks undisturbed: {}; attacked: {}\nweights equal: {}{}",
+        "ports that stay open: {}\n\
+         ports that are open at the start only: {}\n\
+         from the start to the first step {:.0} ms undisturbed, {} ms attacked; a step {} ms undisturbed, {} ms under attack ({:.1} s); \
+         processor time for 1000 steps {:.2} s undisturbed, {} s attacked\n\
+         peaks undisturbed: {}; attacked: {}\n\
+         weights equal: {}{}",
         list(true),
         list(false),
         verdict.start_ms_undisturbed,

@@ -15,29 +15,29 @@ use super::when::When;
 pub(crate) enum Fault {
     /// SIGKILL.
     Kill,
-    /// SIGSTOP, and SIGCONT when the others have ended.
+    /// SIGSTOP, and SIGCONT after the others have ended.
     Stop,
-    /// It ends without leaving, with exit code 0.
+    /// It ends with exit code 0 without leaving the job.
     Exit,
     /// Its main thread panics between two operations.
     Panic,
-    /// It lives and does not call the next operation.
+    /// It keeps running, but does not call the next operation.
     Silent,
-    /// The network to it is gone: nothing arrives, and nothing says so.
+    /// All its connections are silently cut: nothing arrives, and no error is reported.
     Cut,
-    /// The same for its data connections only.
+    /// Only its data connections are silently cut.
     HalfOpen,
     /// Its data sockets are reset.
     Reset,
-    /// Its data connections end in its sending direction, without a reset.
+    /// Its data connections are closed in its sending direction, without a reset.
     Shutdown,
     /// It aborts the job.
     Abort,
-    /// SIGKILL, and at once another process comes under the same rank and epoch.
+    /// SIGKILL, and at once another process connects with the same rank and epoch.
     Restart,
-    /// Processes of the epoch before, of another job and with a wrong secret come.
+    /// Processes of the previous epoch, of another job, and with a wrong secret connect.
     Late,
-    /// It computes for longer than the liveness bound while more threads than there are cores do.
+    /// It computes for longer than the liveness bound, while more threads than cores compute.
     Busy,
     /// No fault: it sends its last message, finishes, and ends at once.
     Leave,
@@ -91,7 +91,7 @@ impl Fault {
             (Fault::HalfOpen | Fault::Reset | Fault::Shutdown, Medium::SharedMemory) => {
                 return Some("shared memory has no connections");
             }
-            (Fault::Shutdown, Medium::Udp) => return Some("a UDP socket has no end of its stream"),
+            (Fault::Shutdown, Medium::Udp) => return Some("a UDP socket has no stream that could end"),
             _ => {}
         }
         match (self, when) {
@@ -100,16 +100,16 @@ impl Fault {
             }
             (Fault::Abort, When::Connect) => Some("the communicator does not exist yet"),
             (Fault::Restart, When::Connect) => {
-                Some("the others end at once, so no rank is left to refuse the late process")
+                Some("the other ranks end at once, so none is left to refuse the late process")
             }
             (Fault::Late, When::Connect | When::Before | When::Last) => {
-                Some("a refused process does not see what the others do; during only")
+                Some("a refused process does not depend on what the others do; tested during operations only")
             }
             (Fault::Busy, When::Connect | When::Before | When::Last) => {
-                Some("the same as during, which comes between two operations")
+                Some("the same as `during`, where the fault comes between two operations")
             }
             (Fault::Leave, When::Connect | When::Before | When::During) => {
-                Some("leaving is the last thing that a rank does")
+                Some("a rank leaves only after its last operation")
             }
             _ => None,
         }
@@ -145,7 +145,7 @@ impl Fault {
             Fault::Abort => &["aborted"],
         };
         if !kinds.contains(&told.kind.as_str()) {
-            return Some(format!("said {} rather than {}: {}", told.kind, kinds.join(" or "), told.text));
+            return Some(format!("reported {} instead of {}: {}", told.kind, kinds.join(" or "), told.text));
         }
         (!self.breaks_pairs() && !told.names().contains(&victim))
             .then(|| format!("does not name rank {victim}: {}", told.text))

@@ -39,7 +39,7 @@ pub(crate) fn judge(
         ));
     }
     if let Some(objection) = fault.objection(victim, ended.error.as_ref()) {
-        wrong.push(format!("after {fault} of rank {victim} rank {rank} {objection}"));
+        wrong.push(format!("after {fault} of rank {victim}, rank {rank} {objection}"));
     }
     if ended.work.wrong > 0 {
         wrong.push(format!("rank {rank} got {} WRONG ELEMENTS", ended.work.wrong));

@@ -121,7 +121,7 @@ fn inflict(group: &mut Group, victim: Number, what: SelfFault) -> Result<u64, St
     match said.into_iter().flatten().next() {
         Some((at, None)) => Ok(at),
         Some((_, Some(why))) => Err(format!("the fault could not be injected: {why}")),
-        None => Err(format!("the victim did not say that it has done it: {}", group.complaint(victim))),
+        None => Err(format!("the victim did not confirm the fault: {}", group.complaint(victim))),
     }
 }
 

@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 pub(crate) enum When {
     /// The ranks have met; the others connect the transport, and the victim has not begun to.
     Connect,
-    /// All are connected, and none has called an operation.
+    /// All ranks are connected, and none has called an operation.
     Before,
-    /// Operations, short and long ones, follow each other.
+    /// Ranks run short and long operations, one after another.
     During,
     /// The victim has done its part of the last operation; the others finish.
     Last,

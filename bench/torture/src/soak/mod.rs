@@ -152,7 +152,7 @@ impl Soak {
             if let Some((number, ended)) = by_itself {
                 let rank = self.processes.iter().position(|process| *process == number);
                 let text = ended.error.map_or("without an error".into(), |told| told.text);
-                episode.complaints.push(format!("rank {rank:?} ended although nothing had happened: {text}"));
+                episode.complaints.push(format!("rank {rank:?} ended without a fault: {text}"));
                 self.start_anew(&(0..self.settings.ranks).collect::<Vec<_>>())?;
                 return Ok(false);
             }
@@ -248,7 +248,7 @@ impl Soak {
         let dropped = self.group.hear_each(&numbers, Instant::now() + TIDY, dropped);
         for (rank, dropped) in alive.iter().zip(dropped) {
             match dropped {
-                None => episode.complaints.push(format!("rank {rank} HANGS while it drops everything")),
+                None => episode.complaints.push(format!("rank {rank} HANGS while it drops its communicator")),
                 Some(DropReport { before, after, .. }) => {
                     if after.descriptors > before.descriptors || after.threads > before.threads {
                         episode.complaints.push(format!(
@@ -287,7 +287,7 @@ impl Soak {
         }
         let left = self.group.left_files();
         if !left.is_empty() {
-            episode.complaints.push(format!("files are left: {}", left.join(", ")));
+            episode.complaints.push(format!("files were left behind: {}", left.join(", ")));
         }
         Ok(())
     }

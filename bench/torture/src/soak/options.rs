@@ -15,46 +15,46 @@ use crate::time::parse_time;
 /// Most ranks.
 const MAX_RANKS: usize = 64;
 
-/// A job that lives on through one fault after another, and whose every result is checked.
+/// Runs one job for a long time through one fault after another, and checks every result.
 ///
-/// The program exits with 1 when a result is wrong, a rank hangs, names the wrong rank or is late, or holds more descriptors or
-/// threads after an epoch than before.
+/// After a fault all ranks meet again in a new epoch. The exit code is 1 if a result is wrong; if a rank hangs, notices a fault too late or names the
+/// wrong rank; or if it holds more descriptors or threads after an epoch than before.
 #[derive(Debug, clap::Args)]
 pub struct SoakArgs {
-    /// How long: 90s, 5m, 1h.
+    /// How long the job runs: 90s, 5m, 1h.
     #[arg(long = "for", default_value = "5m", value_parser = parse_time)]
     length: Duration,
-    /// Transports, one after the other from epoch to epoch, separated by commas.
+    /// Transports, separated by commas; each epoch uses the next.
     #[arg(long, value_delimiter = ',', default_values_t = transports::between_processes())]
     transports: Vec<TransportKind>,
     /// Ranks of the job.
     #[arg(long, default_value_t = 3)]
     ranks: usize,
-    /// Of everything that is drawn.
+    /// Random seed of faults, their times, and operations.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Mean time until something happens.
+    /// Mean time between two faults.
     #[arg(long, default_value = "4s", value_parser = parse_time)]
     fault_every: Duration,
-    /// What happens, separated by commas. [default: everything that `bench chaos` knows but leave]
+    /// Faults, separated by commas. [default: all faults of `bench chaos` except leave]
     #[arg(long, value_delimiter = ',')]
     faults: Option<Vec<Fault>>,
     /// Most bytes of an operation.
     #[arg(long, default_value_t = 4 << 20)]
     most_bytes: usize,
-    /// How long a rank may give no sign of life before it counts as lost.
+    /// How long a rank's heartbeats may be absent before it counts as lost.
     #[arg(long, default_value = "2s", value_parser = parse_time)]
     liveness: Duration,
-    /// Longest time of an operation.
+    /// Longest time that an operation may take.
     #[arg(long, default_value = "6s", value_parser = parse_time)]
     timeout: Duration,
-    /// Have the ranks compare their calls before every operation.
+    /// Check before every operation that all ranks have called the same one.
     #[arg(long)]
     checked: bool,
     /// Time between two reports.
     #[arg(long, default_value = "60s", value_parser = parse_time)]
     report_every: Duration,
-    /// Folder for soak.jsonl, a line of JSON for each epoch.
+    /// Folder for soak.jsonl, which has a line of JSON for each epoch.
     #[arg(long)]
     out: Option<PathBuf>,
     /// Run although this is a debug build.
@@ -90,7 +90,7 @@ impl SoakArgs {
             return Err("--liveness must be at least 300ms, and --timeout longer than --liveness".into());
         }
         if self.most_bytes == 0 || self.most_bytes > 1 << 30 {
-            return Err(format!("--most-bytes {} must lie between 1 and 1 GiB", self.most_bytes).into());
+            return Err(format!("--most-bytes {} must be from 1 to 1 GiB", self.most_bytes).into());
         }
         for transport in &self.transports {
             if !transport.medium().joins_processes() {
@@ -104,7 +104,7 @@ impl SoakArgs {
         let all = || Fault::ALL.into_iter().filter(|fault| *fault != Fault::Leave).collect();
         let faults: Vec<Fault> = self.faults.clone().unwrap_or_else(all);
         if faults.contains(&Fault::Leave) {
-            return Err("--faults leave: ranks leave at the end anyway".into());
+            return Err("--faults leave: ranks always leave at the end; choose other faults".into());
         }
         Ok(Settings {
             length: self.length,
@@ -126,7 +126,8 @@ impl Settings {
     pub(crate) fn introduction(&self) -> String {
         let transports: Vec<&str> = self.transports.iter().map(|transport| transport.name()).collect();
         format!(
-            "{} ranks over {} for {:?}, seed {}; something happens every {:?} on average; lost after {:?}, operations end after {:?}",
+            "soak: one job of {} ranks over {} for {:?}, seed {}. A fault is injected every {:?} on average. A rank without a heartbeat \
+             for {:?} counts as lost, and an operation that takes longer than {:?} fails",
             self.ranks,
             transports.join(", "),
             self.length,

@@ -112,7 +112,7 @@ impl Report {
                 (Some(median), Some(most)) => {
                     writeln!(
                         text,
-                        "{fault:10} {count:>4} times, noticed after {median:.1} ms (median), {most:.1} ms (most)"
+                        "{fault:10} {count:>4} times, noticed after {median:.1} ms (median), {most:.1} ms at most"
                     )
                 }
                 _ => writeln!(text, "{fault:10} {count:>4} times, no rank noticed"),
@@ -175,6 +175,6 @@ mod tests {
         assert!(!report.is_well());
         report.survived(Fault::Kill, &[1.0, 3.0]);
         let text = report.text("end");
-        assert!(text.contains("1 hangs") && text.contains("3.0 ms (most)"), "{text}");
+        assert!(text.contains("1 hangs") && text.contains("3.0 ms at most"), "{text}");
     }
 }

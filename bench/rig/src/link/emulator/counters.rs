@@ -77,14 +77,14 @@ impl Counters {
         let down = all().filter_map(|(end, of)| Some((end, late(&of.down, shortest_up)?))).collect();
         if let Some((end, us)) = worst(down) {
             why.push(format!(
-                "1 % of the packets to end {end} came more than {:.1} ms later than they should",
+                "1 % of the packets to end {end} arrived more than {:.1} ms too late",
                 us / 1e3
             ));
         }
         let up = all().filter_map(|(end, of)| Some((end, late(&of.up, shortest_down)?))).collect();
         if let Some((end, us)) = worst(up) {
             why.push(format!(
-                "1 % of the packets of end {end} may have waited more than {:.1} ms to be fetched",
+                "1 % of the packets of end {end} may have waited more than {:.1} ms until the emulator read them",
                 us / 1e3
             ));
         }
@@ -92,9 +92,9 @@ impl Counters {
             why.push(format!("it took {:.0} % of a core", self.cpu_s / self.wall_s * 100.0));
         }
         for (count, what) in [
-            (self.missed, "were dropped by the kernel before they were fetched"),
-            (self.no_memory, "were dropped because too many were under way"),
-            (self.unwritten, "were not taken by the receiving device"),
+            (self.missed, "were dropped by the kernel before the emulator read them"),
+            (self.no_memory, "were dropped because the emulator held too many"),
+            (self.unwritten, "were not accepted by the receiving device"),
         ] {
             if count > 0 {
                 why.push(format!("{count} packets {what}"));
@@ -232,13 +232,13 @@ mod tests {
         let late = said(&|c| c.ends[1].down.late_p99_us = 2600.0).unwrap();
         assert!(late.contains("end 1") && late.contains("2.6 ms"), "{late}");
         let late = said(&|c| c.ends[0].up.late_p99_us = 2600.0).unwrap();
-        assert!(late.contains("end 0") && late.contains("fetched"), "{late}");
+        assert!(late.contains("end 0") && late.contains("read them"), "{late}");
         let busy = said(&|c| c.cpu_s = 0.9).unwrap();
         assert!(busy.contains("90 % of a core"), "{busy}");
         assert!(said(&|c| c.missed = 3).unwrap().contains("3 packets were dropped by the kernel"));
-        assert!(said(&|c| c.no_memory = 3).unwrap().contains("too many"));
+        assert!(said(&|c| c.no_memory = 3).unwrap().contains("held too many"));
         let starved = said(&|c| (c.unwritten, c.starved_s) = (1, 0.2)).unwrap();
-        assert!(starved.contains("not taken") && starved.contains("20 % of the time"), "{starved}");
+        assert!(starved.contains("not accepted") && starved.contains("20 % of the time"), "{starved}");
         assert_eq!(said(&|c| c.starved_s = 0.2), None, "it was in time nevertheless");
     }
 }

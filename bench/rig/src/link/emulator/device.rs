@@ -36,8 +36,8 @@ impl Device {
         let (packets, statistics) = within(namespace, open)?.map_err(|error: io::Error| {
             let hint = match error.kind() {
                 io::ErrorKind::NotFound => "; the kernel's module `tun` is missing, or a container hides /dev/net/tun",
-                io::ErrorKind::PermissionDenied => "; it takes root (CAP_NET_ADMIN)",
-                io::ErrorKind::ResourceBusy => "; there is one of that name already",
+                io::ErrorKind::PermissionDenied => "; it needs root (CAP_NET_ADMIN)",
+                io::ErrorKind::ResourceBusy => "; a device of that name already exists",
                 _ => "",
             };
             format!("making the TUN device {name} in {namespace}: {error}{hint}")

@@ -151,7 +151,7 @@ impl Emulator {
             Some(line) => format!("the link emulator ended: {}", line.strip_prefix("error: ").unwrap_or(line)),
             None => match self.ended(EXIT_TIMEOUT) {
                 Some(status) => format!("the link emulator ended without a message ({status})"),
-                None => "the link emulator has closed its output, and says nothing".into(),
+                None => "the link emulator closed its output without a message".into(),
             },
         }
     }

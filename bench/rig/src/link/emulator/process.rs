@@ -39,7 +39,7 @@ pub(super) fn serve(commands: &mut Commands, answers: &mut dyn Write) -> Result<
         }
     };
     let spec: EmulatorSpec =
-        serde_json::from_str(&line).map_err(|error| format!("the link is not understood: {error}"))?;
+        serde_json::from_str(&line).map_err(|error| format!("the link's description cannot be decoded: {error}"))?;
     spec.check()?;
     let devices = spec.ends.iter().map(|end| Device::new(end, spec.mtu)).collect::<Result<_, _>>()?;
     let mut relay = Relay::new(&spec, devices);

@@ -87,14 +87,14 @@ impl EmulatorSpec {
     pub(crate) fn check(&self) -> Result<(), String> {
         if !MTU.contains(&self.mtu) {
             return Err(format!(
-                "a link's MTU of {} bytes must lie between {} and {}",
+                "a link's MTU of {} bytes must be from {} to {}",
                 self.mtu,
                 MTU.start(),
                 MTU.end()
             ));
         }
         if !(2..=MOST_ENDS).contains(&self.ends.len()) {
-            return Err(format!("an emulated link has 2 to {MOST_ENDS} ends, not {}", self.ends.len()));
+            return Err(format!("an emulated link can have 2 to {MOST_ENDS} ends, not {}", self.ends.len()));
         }
         let (mut addresses, mut devices) = (HashSet::new(), HashSet::new());
         for (number, end) in self.ends.iter().enumerate() {
@@ -126,11 +126,11 @@ impl EndSpec {
             name.starts_with(|c: char| c.is_ascii_alphanumeric()) && name.chars().all(fits)
         };
         if !is_name(&self.namespace) || self.namespace.len() > 255 {
-            return Err(format!("{:?} is not a name of a network namespace", self.namespace));
+            return Err(format!("{:?} is not the name of a network namespace", self.namespace));
         }
         if !is_name(&self.device) || self.device.len() > LONGEST_DEVICE_NAME {
             return Err(format!(
-                "{:?} is not a name of a device, which has 1 to {LONGEST_DEVICE_NAME} letters or digits",
+                "{:?} is not the name of a device, which must have 1 to {LONGEST_DEVICE_NAME} letters or digits",
                 self.device
             ));
         }
@@ -160,7 +160,7 @@ impl PipeSpec {
         if let Some(rate) = self.rate_bits_per_s
             && !RATES.contains(&rate)
         {
-            return Err(format!("a rate of {rate} bit/s is out of range; a link has 8 kbit/s to 1000 Gbit/s"));
+            return Err(format!("a rate of {rate} bit/s is out of range; a link can have 8 kbit/s to 1000 Gbit/s"));
         }
         for (name, time) in [("delay", self.delay), ("jitter", self.jitter), ("reorder_by", self.reorder_by)] {
             if time > LONGEST {
@@ -173,14 +173,14 @@ impl PipeSpec {
         probability("reorder_probability", self.reorder_probability)?;
         probability("duplicate_probability", self.duplicate_probability)?;
         if (self.reorder_probability > 0.0) != (self.reorder_by > Duration::ZERO) {
-            return Err("reordering takes both reorder_probability and reorder_by, or neither".into());
+            return Err("reordering needs both reorder_probability and reorder_by".into());
         }
         match (self.queue_bytes, self.rate_bits_per_s) {
             (Some(_), None) => {
-                return Err("queue_bytes needs a rate: without one nothing is queued".into());
+                return Err("queue_bytes needs a rate: without a rate no packet is queued".into());
             }
             (Some(bytes), _) if bytes < u64::from(mtu) => {
-                return Err(format!("a queue of {bytes} bytes holds not even one packet of {mtu}"));
+                return Err(format!("a queue of {bytes} bytes cannot hold a packet of {mtu} bytes"));
             }
             _ => {}
         }
@@ -281,8 +281,8 @@ mod tests {
             assert!(refused(|spec| spec.ends[0].address = address.into()).contains("not an address of a host"));
         }
         for name in ["", "../x", "a/b", "-a", "a b", ".."] {
-            assert!(refused(|spec| spec.ends[0].namespace = name.into()).contains("not a name of a network"), "{name}");
-            assert!(refused(|spec| spec.ends[0].device = name.into()).contains("not a name of a device"), "{name}");
+            assert!(refused(|spec| spec.ends[0].namespace = name.into()).contains("not the name of a network"), "{name}");
+            assert!(refused(|spec| spec.ends[0].device = name.into()).contains("not the name of a device"), "{name}");
         }
         assert!(refused(|spec| spec.ends[0].device = "sixteen-letters-".into()).contains("1 to 15"));
     }
@@ -298,7 +298,7 @@ mod tests {
         assert!(refused_pipe(PipeSpec { reorder_by: ms(1), ..pipe() }).contains("both"));
         assert!(refused_pipe(PipeSpec { queue_bytes: Some(9000), ..pipe() }).contains("needs a rate"));
         let small = PipeSpec { rate_bits_per_s: Some(8_000), queue_bytes: Some(1499), ..pipe() };
-        assert!(refused_pipe(small).contains("not even one packet"));
+        assert!(refused_pipe(small).contains("cannot hold a packet"));
         for bad in [-0.1, 1.1, f64::NAN, f64::INFINITY] {
             assert!(refused_pipe(PipeSpec { duplicate_probability: bad, ..pipe() }).contains("not a probability"));
             let loss = Loss::Random { probability: bad };
