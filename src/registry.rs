@@ -97,8 +97,8 @@ impl TransportKind {
             return Err(Error::Unsupported {
                 what: format!("the transport {self} between processes"),
                 why: format!(
-                    "its ranks are threads of one process, made by `threads` (or by gpt2 train without a launcher); use that, or \
-                     choose one of {others}"
+                    "its ranks are threads of one process, which `threads` starts (or gpt2 train without a launcher); use that, or choose \
+                     one of {others}"
                 ),
             });
         };

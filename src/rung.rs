@@ -182,7 +182,7 @@ impl Rung {
         let Rung { transport, precaution } = self;
         match precaution {
             Some(_) if !transport.medium().joins_processes() => {
-                Some(format!("{transport} has no precautions to add or to leave out"))
+                Some(format!("{transport} has no precautions that can be added or left out"))
             }
             Some(precaution) if precaution.setting().is_some_and(|setting| !transport.has(setting)) => {
                 let what = precaution.setting().map_or("", Setting::name);

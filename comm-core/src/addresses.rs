@@ -25,7 +25,7 @@ impl PortRange {
         match first >= 1 && first <= last {
             true => Ok(PortRange { first, last }),
             false => {
-                Err(Error::invalid(format!("{first}-{last} is no range of ports; write for instance 20000-20100")))
+                Err(Error::invalid(format!("{first}-{last} is not a range of ports; write for example 20000-20100")))
             }
         }
     }
@@ -66,7 +66,8 @@ impl PortRange {
         Err(io::Error::new(
             io::ErrorKind::AddrInUse,
             format!(
-                "all {many} ports of COMM_PORT_RANGE={ports} are taken there; widen the range: a rank needs up to one for each other rank and lane"
+                "all {many} ports of COMM_PORT_RANGE={ports} are in use there; give a larger range: a rank may need one port for each \
+                 other rank and lane"
             ),
         ))
     }
@@ -79,7 +80,7 @@ impl FromStr for PortRange {
         let (first, last) = text.split_once('-').unwrap_or((text, text));
         match (first.trim().parse(), last.trim().parse()) {
             (Ok(first), Ok(last)) => Self::new(first, last),
-            _ => Err(Error::invalid(format!("'{text}' is no range of ports; write for instance 20000-20100"))),
+            _ => Err(Error::invalid(format!("'{text}' is not a range of ports; write for example 20000-20100"))),
         }
     }
 }
@@ -97,9 +98,9 @@ impl fmt::Display for PortRange {
 pub(crate) fn check_address(ip: IpAddr) -> Result<()> {
     let what = match ip.to_canonical() {
         ip if ip.is_unspecified() => "means every interface",
-        ip if ip.is_multicast() => "is a multicast address, which stands for many machines",
+        ip if ip.is_multicast() => "is a multicast address, which is not that of one machine",
         IpAddr::V4(ip) if ip.is_broadcast() || ip.octets() == [127, 255, 255, 255] => {
-            "is a broadcast address, which stands for many machines"
+            "is a broadcast address, which is not that of one machine"
         }
         _ => return Ok(()),
     };

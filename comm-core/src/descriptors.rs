@@ -23,7 +23,7 @@ pub fn check(needed: usize, count: impl FnOnce() -> String) -> Result<(), String
         return Ok(());
     }
     Err(format!(
-        "this rank needs {needed} file descriptors for it ({}), and {} for itself; {}",
+        "this rank needs {needed} file descriptors for this ({}), and {} for itself; {}",
         count(),
         open + SPARE,
         limits.advice(in_all)
@@ -43,7 +43,7 @@ pub fn explain(error: &io::Error) -> String {
             format!("{error}: {}", limits.advice(limits.soft.saturating_mul(2)))
         }
         Some(Errno::NFILE) => {
-            format!("{error}: the whole machine has none left; /proc/sys/fs/file-max is its limit")
+            format!("{error}: the machine has no file descriptors left; /proc/sys/fs/file-max is its limit")
         }
         _ => error.to_string(),
     }

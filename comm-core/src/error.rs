@@ -32,7 +32,7 @@ pub enum Error {
 
     /// An operation did not end by its deadline. Raise the deadline, or look at why the named ranks are late.
     #[error(
-        "rank {rank}: {operation} did not finish within {:.1} s (still waiting for {}); raise the deadline or look at what holds them up",
+        "rank {rank}: {operation} did not finish within {:.1} s (still waiting for {}); check what delays them, or give a longer timeout",
         waited.as_secs_f64(),
         ranks(waiting_for)
     )]
@@ -50,7 +50,7 @@ pub enum Error {
     /// Two ranks called different operations. A bug in the caller: all ranks must issue the same operations in the same order,
     /// each on the same lane.
     #[error(
-        "rank {rank} called {ours}, but rank {peer} called {theirs}; all ranks must issue the same operations in the same order, each on the same lane"
+        "rank {rank} called {ours}, but rank {peer} called {theirs}; all ranks must call the same operations in the same order, each on the same lane"
     )]
     Mismatch {
         /// The rank that noticed.
@@ -65,7 +65,7 @@ pub enum Error {
 
     /// A rank contributed NaN or an infinity. Found only where it is looked for
     /// ([`MeshOptions::check_finite`](crate::MeshOptions::check_finite); of the crate `isocomm`: `TransportOptions::check_finite`).
-    #[error("rank {rank} contributed {value} to {operation}, at index {index}{}; look at what computed it", of_many(*count))]
+    #[error("rank {rank} contributed {value} to {operation}, at index {index}{}; check what computed this value", of_many(*count))]
     NotFinite {
         /// The rank whose contribution it is.
         rank: usize,
@@ -102,7 +102,7 @@ pub enum Error {
     },
 
     /// A peer sent bytes that the protocol does not allow.
-    #[error("{who} sent bytes that are not understood: {what}")]
+    #[error("{who} sent bytes that cannot be decoded: {what}")]
     Protocol {
         /// The peer, as well as it is known: "rank 3", or an address.
         who: String,

@@ -122,7 +122,7 @@ impl FromStr for InterfaceFilter {
         match names.iter().find(|name| !is_name(name)) {
             None => Ok(InterfaceFilter { excluded, exact, names }),
             Some(name) => Err(Error::invalid(format!(
-                "'{text}' does not name interfaces: '{name}' is no name of one; write for instance eth0, =eth0, eth,ib or ^docker,lo"
+                "'{text}' does not name interfaces: '{name}' is not the name of one; write for example eth0, =eth0, eth,ib or ^docker,lo"
             ))),
         }
     }
@@ -187,7 +187,7 @@ impl InterfaceFilter {
             let mut names: Vec<&str> = there.iter().map(|one| one.interface.as_str()).collect();
             names.dedup();
             return Err(Error::invalid(format!(
-                "no interface of this machine with an address is meant by {self}: it has {}; see --bind and COMM_IFNAME",
+                "no interface of this machine that has an address matches {self}: there are {}; see --bind and COMM_IFNAME",
                 if names.is_empty() { "none".into() } else { names.join(", ") }
             )));
         };

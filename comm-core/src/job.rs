@@ -261,10 +261,10 @@ impl Job {
         let may_make = on_one_machine || launcher.shares_home();
         let Some((secret, secret_by)) = vars.secret(&id, insecure, may_make)? else {
             return Err(Error::invalid(format!(
-                "rank {rank} has no secret with which to authenticate the others at {address}: set COMM_SECRET_FILE to a file \
-                 (mode 600) with the same random text for all ranks, or COMM_SECRET to that text, or put it into ~/.config/isocomm/secret \
-                 (mode 600) on every machine; --insecure or COMM_INSECURE=1 goes without, and then anyone who can connect to that address can \
-                 join or end the job"
+                "rank {rank} has no secret with which to authenticate the others at {address}: set COMM_SECRET_FILE to a file (mode 600) \
+                 with the same random text for all ranks, or COMM_SECRET to that text, or put it into ~/.config/isocomm/secret (mode 600) \
+                 on every machine; with --insecure or COMM_INSECURE=1 ranks need no secret, but then anyone who can connect to that \
+                 address can join or end the job"
             )));
         };
         let found = Found { address: by, secret: secret_by };
@@ -313,7 +313,7 @@ pub fn die_with_parent() -> Result<()> {
     match parent {
         None => Ok(()),
         Some(parent) => sys::die_with_parent(parent)
-            .map_err(|e| Error::io(format!("binding this process's life to its launcher's (process {parent})"), e)),
+            .map_err(|e| Error::io(format!("arranging that this process ends with its launcher (process {parent})"), e)),
     }
 }
 

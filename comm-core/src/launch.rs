@@ -498,7 +498,7 @@ impl Blame {
     fn describe(self, rank: usize, status: ExitStatus) -> String {
         match (self, status.signal()) {
             (_, Some(signal)) => format!("rank {rank} was killed by {}", name_of(signal)),
-            (Blame::Echo, _) => format!("rank {rank} exited with code {EXIT_ECHO}, because of another rank"),
+            (Blame::Echo, _) => format!("rank {rank} exited with code {EXIT_ECHO}, because another rank had failed"),
             _ => format!("rank {rank} exited with code {}", code_of(status)),
         }
     }

@@ -78,9 +78,9 @@ pub fn check_reachable(ranks: &[(&NetworkLocation, Vec<IpAddr>)]) -> Result<()> 
             _ => String::new(),
         };
         return Err(Error::Rendezvous(format!(
-            "rank {rank} {came_from}offers {loopback}, which only its own machine reaches, and rank {other} runs on another machine or \
-             in another container; leave out --bind and COMM_IFNAME (in the library: `bind`), or give rank {rank} an address of its machine that the others \
-             reach"
+            "rank {rank} {came_from}offers {loopback}, which only its own machine can reach, and rank {other} runs on another machine or \
+             in another container; leave out --bind and COMM_IFNAME (in the library: `bind`), or give rank {rank} an address of its \
+             machine that the others can reach"
         )));
     }
     Ok(())

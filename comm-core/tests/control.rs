@@ -238,7 +238,7 @@ fn a_verdict_without_a_cause_makes_the_observation_the_failure() {
             wait_for_failure(&control).to_string()
         }
     });
-    assert_eq!(errors[0], "rank 1 aborted the job: rank 0 sent bytes that are not understood: rubbish");
+    assert_eq!(errors[0], "rank 1 aborted the job: rank 0 sent bytes that cannot be decoded: rubbish");
     assert_eq!(errors[0], errors[1]);
 }
 

@@ -382,7 +382,7 @@ fn echoes() {
     assert_eq!((outcome.code, outcome.cause.as_deref()), (137, Some("rank 1 was killed by signal 9 (SIGKILL)")));
     let outcome = ranks("nothing but echoes", 3).run().unwrap();
     assert_eq!(outcome.code, comm_core::job::EXIT_ECHO);
-    assert!(outcome.cause.unwrap().ends_with("exited with code 75, because of another rank"));
+    assert!(outcome.cause.unwrap().ends_with("exited with code 75, because another rank had failed"));
 }
 
 fn grace() {
@@ -609,7 +609,7 @@ fn echo_of_who_does_not_end() {
     assert_eq!(outcome.code, 143, "{outcome:?}");
     let cause = outcome.cause.unwrap();
     assert!(cause.starts_with("rank 1 did not end by itself; rank "), "{cause}");
-    assert!(cause.ends_with("exited with code 75, because of another rank"), "{cause}");
+    assert!(cause.ends_with("exited with code 75, because another rank had failed"), "{cause}");
 }
 
 fn longest_times() {

@@ -55,7 +55,7 @@ fn another_world_size_is_an_error_for_all() {
     let mut jobs = jobs(3);
     jobs[2].world_size = 4;
     let errors = texts(run(&jobs, connect));
-    assert!(errors.iter().all(|e| e.contains("rank 2 was started for 4 ranks, rank 0 for 3")), "{errors:?}");
+    assert!(errors.iter().all(|e| e.contains("rank 2 was started for 4 ranks, and rank 0 for 3")), "{errors:?}");
 }
 
 #[test]
@@ -193,7 +193,7 @@ fn another_secret_job_or_epoch_is_refused_and_the_job_goes_on() {
     let changes: [(Change, &str); 3] = [
         (|job| job.secret = Secret::new("another secret for tests").unwrap(), "does not know this job's secret"),
         (|job| job.id = "other".into(), "belongs to job \"other\""),
-        (|job| job.epoch = 3, "is of epoch 3, but this job is at epoch 4"),
+        (|job| job.epoch = 3, "has epoch 3, but this job has epoch 4"),
     ];
     for (change, text) in changes {
         let mut jobs = jobs(2);
@@ -220,7 +220,7 @@ fn a_rank_that_is_started_again_before_rank_0_waits_for_it() {
         let again = scope.spawn(|| TcpControl::connect_with(&of_epoch(1, 2), &[], options(), after(60_000)));
         let began = Instant::now();
         let error = stale.join().unwrap().unwrap_err().to_string();
-        assert!(error.contains("rank 1 is of epoch 2, but this job is at epoch 1, an earlier start"), "{error}");
+        assert!(error.contains("rank 1 has epoch 2, but this job has epoch 1, an earlier start"), "{error}");
         assert!(began.elapsed() < Duration::from_secs(20), "it ends when a later start is there");
         let first = TcpControl::connect_with(&of_epoch(0, 2), &[], options(), after(20_000)).unwrap();
         let second = again.join().unwrap().unwrap();
@@ -267,7 +267,7 @@ fn strangers_are_mentioned_when_ranks_are_missing() {
     });
     let error = TcpControl::connect_with(&absent, &[], options(), after(500)).unwrap_err().to_string();
     stranger.join().unwrap();
-    assert!(error.contains("1 connection was rejected") && error.contains("does not speak"), "{error}");
+    assert!(error.contains("1 connection was rejected") && error.contains("does not use the control protocol"), "{error}");
 }
 
 #[test]
@@ -276,7 +276,7 @@ fn rank_0_says_whom_it_refused_and_no_rubbish_hides_it() {
     let changes: [(Change, &str); 3] = [
         (|job| job.secret = Secret::new("another secret for tests").unwrap(), "as a rank with another secret does"),
         (|job| job.id = "other".into(), "rank 1 belongs to job \"other\", but this is job \"test\""),
-        (|job| job.epoch = 3, "rank 1 is of epoch 3, but this job is at epoch 4"),
+        (|job| job.epoch = 3, "rank 1 has epoch 3, but this job has epoch 4"),
     ];
     for (change, text) in changes {
         let (address, addr) = free_address();

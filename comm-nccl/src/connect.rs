@@ -46,7 +46,7 @@ pub(crate) fn connect(
     for (other, theirs) in peer_infos.iter().enumerate() {
         if (theirs.version, theirs.lanes) != (first.version, first.lanes) {
             return Err(Error::Rendezvous(format!(
-                "rank 0 has NCCL {} with {} lanes, rank {other} has NCCL {} with {}; all ranks need the same",
+                "rank 0 has NCCL {} and {} lanes, rank {other} has NCCL {} and {}; all ranks must have the same",
                 version_text(first.version),
                 first.lanes,
                 version_text(theirs.version),
@@ -103,7 +103,8 @@ fn refuse_shared(devices: &[String]) -> Result<()> {
     for (rank, device) in devices.iter().enumerate() {
         if let Some(other) = devices[..rank].iter().position(|other| other == device) {
             return Err(unsupported(format!(
-                "ranks {other} and {rank} have the same GPU ({device}), and NCCL allows one rank per GPU; start fewer ranks, or for a test set {}=1",
+                "ranks {other} and {rank} have the same GPU ({device}), and NCCL allows one rank for each GPU; start fewer ranks, or for a \
+                 test set {}=1",
                 crate::SHARE_VARIABLE
             )));
         }

@@ -67,7 +67,8 @@ pub(crate) fn effective_congestion(
     let datagram = u64::from(sizes.largest);
     if bytes <= 2 * datagram {
         return Err(Error::invalid(format!(
-            "quic congestion {asked}: the window has to hold more than two datagrams of {datagram} B; raise it, or lower the mtu (--quic-mtu)"
+            "quic congestion {asked}: the window must hold more than two datagrams of {datagram} B; give a larger window, or a smaller mtu \
+             (--quic-mtu)"
         )));
     }
     // Linux counts a datagram with its overhead, about twice its payload in the worst case: hence half.

@@ -220,7 +220,7 @@ fn where_looked_for(
         .map(|peer| {
             let number = control.job_rank(*peer);
             if *peer > control.rank() {
-                return format!("rank {number} has not come to {}", of(control.rank()));
+                return format!("rank {number} has not connected to {}", of(control.rank()));
             }
             let why = dial_errors.get(peer).map_or("no answer", String::as_str);
             format!("rank {number} at {}: {why}", of(*peer))

@@ -72,11 +72,11 @@ impl QuicOptions {
     pub fn check(&self) -> Result<()> {
         let require = |holds: bool, what: String| if holds { Ok(()) } else { Err(Error::invalid(what)) };
         self.bind.as_ref().map_or(Ok(()), Bind::check)?;
-        require((1..=256).contains(&self.lanes), format!("quic lanes (--lanes): {} is not from 1 to 256", self.lanes))?;
+        require((1..=256).contains(&self.lanes), format!("quic lanes (--lanes): {} must be from 1 to 256", self.lanes))?;
         if let Some(mtu) = self.mtu {
             require(
                 (SMALLEST_MTU..=LARGEST_MTU).contains(&mtu),
-                format!("quic mtu (--quic-mtu): {mtu} is not from {SMALLEST_MTU} to {LARGEST_MTU}"),
+                format!("quic mtu (--quic-mtu): {mtu} must be from {SMALLEST_MTU} to {LARGEST_MTU}"),
             )?;
         }
         for (name, window) in [
@@ -84,16 +84,16 @@ impl QuicOptions {
             ("receive_window", self.receive_window),
             ("send_window", self.send_window),
         ] {
-            require(window >= 64 << 10, format!("quic {name}: {window} B is less than 64 KiB"))?;
+            require(window >= 64 << 10, format!("quic {name}: {window} B must be at least 64 KiB"))?;
         }
         require(
             (Duration::from_millis(100)..=Duration::from_secs(24 * 3600)).contains(&self.idle_timeout),
-            format!("quic idle_timeout: {:?} is not from 100 ms to a day", self.idle_timeout),
+            format!("quic idle_timeout: {:?} must be from 100 ms to a day", self.idle_timeout),
         )?;
         require(
             !self.keep_alive.is_zero() && self.keep_alive.saturating_mul(2) < self.idle_timeout,
             format!(
-                "quic keep_alive: {:?} is not less than half of the idle timeout of {:?}",
+                "quic keep_alive: {:?} must be less than half of the idle timeout of {:?}",
                 self.keep_alive, self.idle_timeout
             ),
         )

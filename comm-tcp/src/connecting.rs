@@ -195,7 +195,7 @@ impl<'a, L> PendingConnections<'a, L> {
             .map(|peer| {
                 let number = control.job_rank(*peer);
                 if listens(rank, *peer) {
-                    return format!("rank {number} has not come to {}", address_of(rank, *peer));
+                    return format!("rank {number} has not connected to {}", address_of(rank, *peer));
                 }
                 let why = dial_errors.get(peer).map_or("no answer", String::as_str);
                 format!("rank {number} at {}: {why}", address_of(*peer, rank))
@@ -268,7 +268,7 @@ mod tests {
         let text = pending.where_looked_for(&*ranks[2].control, 0, &[0, 1, 3]);
         assert_eq!(
             text,
-            " (rank 0 at 10.9.0.0:4000: no answer; rank 1 has not come to 10.9.0.2:4020; rank 3 at 10.9.0.3:4030: Connection refused)"
+            " (rank 0 at 10.9.0.0:4000: no answer; rank 1 has not connected to 10.9.0.2:4020; rank 3 at 10.9.0.3:4030: Connection refused)"
         );
         let all: Vec<usize> = (0..7).collect();
         assert!(pending.where_looked_for(&*ranks[2].control, 0, &all).contains("and 3 more"));

@@ -83,10 +83,10 @@ impl TcpOptions {
     pub(crate) fn validate(&self) -> Result<()> {
         self.bind.as_ref().map_or(Ok(()), Bind::check)?;
         if !(1..=MAX_LANES).contains(&self.lanes) {
-            return Err(Error::invalid(format!("tcp lanes (--lanes): {} is not from 1 to {MAX_LANES}", self.lanes)));
+            return Err(Error::invalid(format!("tcp lanes (--lanes): {} must be from 1 to {MAX_LANES}", self.lanes)));
         }
         if !(4 << 10..=16 << 20).contains(&self.segment) {
-            return Err(Error::invalid(format!("tcp segment: {} B is not from 4 KiB to 16 MiB", self.segment)));
+            return Err(Error::invalid(format!("tcp segment: {} B must be from 4 KiB to 16 MiB", self.segment)));
         }
         if !(2 * (self.segment + OVERHEAD)..=MAX_WINDOW).contains(&self.window) {
             return Err(Error::invalid(format!(

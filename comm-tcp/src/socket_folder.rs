@@ -92,7 +92,7 @@ impl FolderInfo {
     fn is_out_of_reach(&self, own: &FolderInfo) -> Option<String> {
         if self.machine != own.machine {
             return Some(
-                "it runs on another machine; choose a transport that crosses machines, like tcp or quic".into(),
+                "it runs on another machine; choose a transport that connects machines, such as tcp or quic".into(),
             );
         }
         let path = Path::new(&self.path);
@@ -101,7 +101,7 @@ impl FolderInfo {
         }
         match identity(path) {
             Ok(found) if found == (self.device, self.inode) => None,
-            Ok(_) => Some(format!("{} is a different folder on that rank, as in another container", self.path)),
+            Ok(_) => Some(format!("{} is another folder on that rank, which may run in another container", self.path)),
             Err(error) => Some(format!("{}: {error}; start all ranks in the same container", self.path)),
         }
     }

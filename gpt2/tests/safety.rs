@@ -74,7 +74,7 @@ fn a_rank_that_is_stopped_for_a_while_is_named_as_late_and_then_goes_on() {
     let send = |signal: &str| assert!(Command::new("kill").args([signal, &victim]).status().unwrap().success());
     send("-STOP");
     let report = wait_for(&lines, "stall: rank ", SOON);
-    let who = wait_for(&lines, "rank 1: gave no answer", SOON);
+    let who = wait_for(&lines, "rank 1: did not answer", SOON);
     send("-CONT");
     assert!(report.is_some() && who.is_some());
     // It goes on as if nothing had been.

@@ -214,7 +214,7 @@ impl Acceptor {
         if let Some(handshake) = self.pending.pop_front() {
             let why = io::Error::new(
                 io::ErrorKind::TimedOut,
-                "it did not finish its handshake before others needed its place",
+                "it did not finish its handshake before its place was needed for other connections",
             );
             rejected.push(handshake.reject(why.into()));
         }
@@ -238,7 +238,7 @@ impl RejectedConnections {
         let addr = send_half
             .stream()
             .peer_addr()
-            .map_or_else(|_| "an address that is gone".to_string(), |addr| addr.to_string());
+            .map_or_else(|_| "an unknown address".to_string(), |addr| addr.to_string());
         self.add(ReasonRank::Refusal, || format!("{addr}: {why}"));
     }
 
@@ -300,7 +300,7 @@ impl PendingHandshake {
                 Ok(Step::Proven(peer)) if peer.hello.job == id && peer.hello.epoch > epoch => {
                     let Hello { rank, epoch: theirs, .. } = peer.hello;
                     let what =
-                        format!("rank {rank} is of epoch {theirs}, but this job is at epoch {epoch}, an earlier start");
+                        format!("rank {rank} has epoch {theirs}, but this job has epoch {epoch}, an earlier start");
                     match say(&self.stream, &peer.earlier) {
                         Ok(()) => return HandshakeOutcome::Rejected(self.reject(Rejection::Later(what))),
                         Err(e) => Err(e),

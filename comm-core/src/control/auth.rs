@@ -119,13 +119,13 @@ impl std::fmt::Display for Rejection {
             Rejection::Io(e) => write!(f, "{e}"),
             Rejection::Foreign(what) => f.write_str(what),
             Rejection::Version(version) => {
-                write!(f, "it speaks version {version} of the control protocol, this program {VERSION}")
+                write!(f, "it uses version {version} of the control protocol, and this program version {VERSION}")
             }
             Rejection::Left => {
                 f.write_str("it closed the connection after rank 0's proof, as a rank with another secret does")
             }
             Rejection::WrongSecret => f.write_str("it does not know this job's secret"),
-            Rejection::Earlier => f.write_str("rank 0 of an earlier start of this job is still there"),
+            Rejection::Earlier => f.write_str("rank 0 of an earlier start of this job is still running"),
             Rejection::Later(what) => f.write_str(what),
         }
     }
@@ -363,7 +363,7 @@ fn check_head(head: &[u8]) -> std::result::Result<(), Rejection> {
             }
             Err(Rejection::Version(version))
         }
-        _ => Err(Rejection::Foreign("it does not speak the control protocol".into())),
+        _ => Err(Rejection::Foreign("it does not use the control protocol".into())),
     }
 }
 
@@ -619,7 +619,7 @@ mod tests {
 
     #[test]
     fn other_versions_and_other_programs_are_told_apart() {
-        for (bytes, what) in [(&b"ISOCTRL\0\x09\x00"[..], "version 9"), (b"GET / HTTP/1.1\r\n\r\n", "does not speak")] {
+        for (bytes, what) in [(&b"ISOCTRL\0\x09\x00"[..], "version 9"), (b"GET / HTTP/1.1\r\n\r\n", "does not use")] {
             let (near, far) = pair();
             let there = thread::spawn(move || answer(&far, &secret("0123456789abcdef"), soon()).err().unwrap());
             write_by(&near, bytes, soon()).unwrap();

@@ -67,7 +67,7 @@ pub(super) fn where_it_listens(address: &Address, listeners: &[TcpListener]) -> 
         Address::Tcp { host, .. } if is_local => {
             let why = match host.parse::<IpAddr>() {
                 Ok(_) => String::new(),
-                Err(_) => format!(": the name {host} has no other address of this machine here (see /etc/hosts)"),
+                Err(_) => format!(": on this machine the name {host} has no other address of this machine (see /etc/hosts)"),
             };
             format!("{what} (ranks on other machines cannot reach that{why})")
         }
@@ -157,8 +157,8 @@ fn instead_of_loopback(job: &Job, local: &[SocketAddr]) -> Result<Vec<SocketAddr
     match found.is_empty() {
         false => Ok(found),
         true => Err(Error::Rendezvous(format!(
-            "rank 0 cannot listen at {}{}: that is only {} here, which ranks on other machines cannot reach; set COMM_IFNAME to the interface \
-             that they reach, say eth0, or COMM_ADDR to an address of this machine",
+            "rank 0 cannot listen at {}{}: on this machine that is only {}, which ranks on other machines cannot reach; set COMM_IFNAME to \
+             the interface that they can reach, for example eth0, or COMM_ADDR to an address of this machine",
             job.address,
             by(job),
             shown.join(", ")
@@ -187,7 +187,7 @@ fn remove_old(path: &Path) -> Result<()> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(e) => Err(failed(e)),
         Ok(found) if !found.is_file() => Err(Error::invalid(format!(
-            "{} exists and is not an address file, so it is not overwritten; name a file that does not exist yet",
+            "{} exists and is not an address file, so it is not overwritten; name a file that does not exist",
             path.display()
         ))),
         Ok(_) => fs::remove_file(path).map_err(failed),
@@ -310,8 +310,8 @@ fn refused(job: &Job, addr: SocketAddr, why: &Rejection) -> Error {
              COMM_SECRET_FILE, or, if another job uses that address, set COMM_ADDR or COMM_PORT to a port of your own"
         ),
         why => format!(
-            "rank {rank}: the process that listens at {addr} is not this job's rank 0: {why}; set COMM_ADDR or COMM_PORT to a port that \
-             nothing else uses, and start the same program on all machines"
+            "rank {rank}: the process that listens at {addr} is not rank 0 of this job: {why}; set COMM_ADDR or COMM_PORT to a port that \
+             no other program uses, and start the same program on all machines"
         ),
     })
 }
@@ -409,8 +409,8 @@ fn cannot_listen(job: &Job, failures: &[(SocketAddr, io::Error)]) -> Error {
     };
     let hint = match error.kind() {
         io::ErrorKind::AddrInUse => {
-            "something listens there already (this process's own earlier job is one, until it is dropped): end it, or set COMM_ADDR or \
-             COMM_PORT to another port"
+            "another program already listens there, or an earlier job of this process that has not been dropped; end it, or set COMM_ADDR \
+             or COMM_PORT to another port"
         }
         io::ErrorKind::AddrNotAvailable => {
             "this is not an address of this machine: rank 0 must run on the machine that COMM_ADDR or MASTER_ADDR names"

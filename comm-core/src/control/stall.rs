@@ -225,12 +225,12 @@ impl fmt::Display for StallReport {
             write!(f, " and {more_late} more")?;
         }
         if let Some((rank, theirs)) = on_another_lane {
-            write!(f, "; rank {rank} has called it on lane {}, where they never meet", theirs.lane)?;
+            write!(f, "; rank {rank} has called it on lane {}, so the two calls can never match", theirs.lane)?;
         }
         for (rank, doing) in doing {
             write!(f, "\n  rank {rank}: ")?;
             match doing {
-                None => write!(f, "gave no answer")?,
+                None => write!(f, "did not answer")?,
                 Some(doing) => describe(f, doing)?,
             }
         }
@@ -242,7 +242,7 @@ fn describe(f: &mut fmt::Formatter<'_>, doing: &[LaneActivity]) -> fmt::Result {
     let running: Vec<&LaneActivity> = doing.iter().filter(|doing| doing.is_running).collect();
     if running.is_empty() {
         return match doing.iter().min_by_key(|doing| doing.since) {
-            None => write!(f, "has not called anything yet"),
+            None => write!(f, "has not called any operation yet"),
             Some(last) => write!(
                 f,
                 "outside any operation for {:.1} s; the last one was {} on lane {}",
@@ -288,14 +288,14 @@ mod tests {
             assert!(text.contains(part), "{text}");
         }
         assert!(text.contains("rank 1: in all-reduce number 6 on lane 1"), "{text}");
-        assert!(text.contains("rank 3: gave no answer"), "{text}");
+        assert!(text.contains("rank 3: did not answer"), "{text}");
         let idle = StallReport::new(0, doing(7, true), &[None, Some(vec![doing(6, false)]), Some(vec![])]);
         let text = idle.to_string();
         assert!(
             text.contains("rank 1: outside any operation for 12.0 s; the last one was all-reduce number 6"),
             "{text}"
         );
-        assert!(text.contains("rank 2: has not called anything yet"), "{text}");
+        assert!(text.contains("rank 2: has not called any operation yet"), "{text}");
     }
 
     #[test]
@@ -318,7 +318,7 @@ mod tests {
         let elsewhere = LaneActivity { lane: 0, ..doing(7, true) };
         let report = StallReport::new(0, doing(7, true), &[Some(vec![doing(7, true)]), Some(vec![elsewhere.clone()])]);
         assert_eq!(report.on_another_lane, Some((1, elsewhere)));
-        assert!(report.to_string().contains("rank 1 has called it on lane 0, where they never meet"), "{report}");
+        assert!(report.to_string().contains("rank 1 has called it on lane 0, so the two calls can never match"), "{report}");
         let same = StallReport::new(0, doing(7, true), &[None, Some(vec![doing(7, true)]), Some(vec![doing(8, true)])]);
         assert_eq!(same.on_another_lane, None);
     }
@@ -337,7 +337,7 @@ mod tests {
         let chain = [Some(vec![message(1, 0, 5, true)]), Some(vec![message(2, 1, 5, true)]), Some(vec![])];
         let report = StallReport::new(0, message(1, 0, 5, true), &chain);
         assert_eq!((&report.late[..], &report.culprits[..]), (&[1][..], &[2][..]));
-        assert!(report.to_string().contains("rank 2: has not called anything yet"), "{report}");
+        assert!(report.to_string().contains("rank 2: has not called any operation yet"), "{report}");
         let both = [answers[0].clone(), Some(vec![message(1, 0, 6, true)]), Some(vec![])];
         assert!(StallReport::new(0, message(1, 0, 5, true), &both).late.is_empty());
     }

@@ -96,7 +96,7 @@ impl Watch {
                     Error::Mismatch { rank: reported_by, ours: on_lane(stalled), peer, theirs: on_lane(theirs) }
                 }
                 Some(_) => {
-                    during.push_str(", which all its ranks have called (so a connection or a machine is at fault),");
+                    during.push_str(", which all its ranks have called (so a connection or a machine is the cause),");
                     Error::Timeout { rank, operation: what, waited, waiting_for }
                 }
             },

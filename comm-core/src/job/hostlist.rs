@@ -71,7 +71,7 @@ impl FromStr for HostList {
         let shown: String = text.chars().take(100).collect();
         parts
             .map(|parts| HostList { parts })
-            .map_err(|why| Error::invalid(format!("'{shown}' is no list of hosts: {why}")))
+            .map_err(|why| Error::invalid(format!("'{shown}' is not a list of hosts: {why}")))
     }
 }
 

@@ -333,16 +333,16 @@ impl Launcher {
             && let Some(processes) = vars.text("PET_NPROC_PER_NODE").filter(|processes| processes.trim() != "1")
         {
             return Err(Error::invalid(format!(
-                "PET_NPROC_PER_NODE is {processes}: pods of several ranks need torchrun to start them (torchrun --no-python, then this \
-                 command); for one rank a pod set numProcPerNode to 1"
+                "PET_NPROC_PER_NODE is {processes}: in a pod with several ranks torchrun must start them (torchrun --no-python, then this \
+                 command); for one rank in each pod set numProcPerNode to 1"
             )));
         }
         if self.source == Source::Kubernetes
             && let Some(index) = vars.text("JOB_INDEX").filter(|index| index.trim() != "0")
         {
             return Err(Error::invalid(format!(
-                "JOB_INDEX is {index}, and the ranks of a JobSet are those of one job: give its replicated job 1 replica with a completion for \
-                 each rank, or set COMM_RANK"
+                "JOB_INDEX is {index}, but all ranks of a JobSet must be in one job: give its replicated job 1 replica with a completion \
+                 for each rank, or set COMM_RANK"
             )));
         }
         if vars.text(vars::LAUNCHER_PID).is_some() {
@@ -355,8 +355,8 @@ impl Launcher {
             let differs = (other_rank, other_size) != (rank, world_size);
             if differs && !self.may_run_under(other, vars, (world_size, other_size)) {
                 return Err(Error::invalid(format!(
-                    "{} is {rank} and {} is {world_size}, but {} is {other_rank} and {} is {other_size}: unset those that are not meant \
-                     (env -u {} or env -u {})",
+                    "{} is {rank} and {} is {world_size}, but {} is {other_rank} and {} is {other_size}: unset the pair that should not be \
+                     used (env -u {} or env -u {})",
                     self.rank, self.world_size, other.rank, other.world_size, self.rank, other.rank
                 )));
             }
@@ -391,7 +391,7 @@ pub(super) fn lone_rank(vars: Vars<'_>) -> Option<Error> {
         return None;
     }
     Some(Error::invalid(format!(
-        "{PMIX_RANK} is {rank}, but PMIx leaves no number of ranks in the environment: set {} to it, or unset {PMIX_RANK}",
+        "{PMIX_RANK} is {rank}, but PMIx does not set the number of ranks in the environment: set {} to that number, or unset {PMIX_RANK}",
         vars::WORLD_SIZE
     )))
 }

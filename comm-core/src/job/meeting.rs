@@ -69,8 +69,8 @@ impl Meeting {
             && (host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.to_canonical().is_loopback()))
         {
             return Err(Error::invalid(format!(
-                "ranks cannot meet at {address} (by {by}), which each machine has for itself: by {who} they are on several machines; set \
-                 COMM_ADDR to an address of rank 0's machine that the others reach, or unset {by}"
+                "ranks cannot meet at {address} (by {by}), because {who} says that they are on several machines, and each machine has this \
+                 address for itself; set COMM_ADDR to an address of rank 0's machine that the others can reach, or unset {by}"
             )));
         }
         Ok(found)
@@ -119,8 +119,8 @@ impl Meeting {
             && let Some(components) = vars.number::<u32>(HET_SIZE)?.filter(|components| *components > 1)
         {
             return Err(Error::invalid(format!(
-                "{HET_SIZE} is {components}: Slurm tells a step of a heterogeneous job the machines of one component only, so ranks of several \
-                 would not meet; set COMM_ADDR=host:port to an address of rank 0's machine"
+                "{HET_SIZE} is {components}: in a heterogeneous job Slurm names only the machines of one component, so ranks of different \
+                 components would not find one another; set COMM_ADDR=host:port to an address of rank 0's machine"
             )));
         }
         let Some((port, port_by)) = port_of_job(vars, launcher, id, ports)? else { return Ok(None) };
@@ -146,7 +146,7 @@ fn host_of_rank_0(vars: Vars<'_>, launcher: &Launcher) -> Result<Option<(String,
                 (Some(found), _) => Some(found),
                 (None, Some(set)) => {
                     let job = vars.text("REPLICATED_JOB_NAME").ok_or_else(|| {
-                    Error::invalid("JOBSET_NAME is set but REPLICATED_JOB_NAME is not, which is part of the name of rank 0's pod")
+                    Error::invalid("JOBSET_NAME is set, but REPLICATED_JOB_NAME, which is part of the name of rank 0's pod, is not")
                 })?;
                     Some((format!("{set}-{job}-0-0.{set}"), "JOBSET_NAME and REPLICATED_JOB_NAME".into()))
                 }

@@ -32,7 +32,7 @@ impl Secret {
         let bytes = bytes.into();
         if bytes.len() < Self::MIN_LEN || bytes.len() > Self::MAX_LEN {
             return Err(Error::invalid(format!(
-                "a secret needs {} to {} bytes, this one has {}; use for instance 32 random bytes in hexadecimal",
+                "a secret needs {} to {} bytes, this one has {}; use for example 32 random bytes in hexadecimal",
                 Self::MIN_LEN,
                 Self::MAX_LEN,
                 bytes.len()
@@ -65,7 +65,7 @@ impl Secret {
         }
         if mode & 0o077 != 0 {
             return Err(Error::invalid(format!(
-                "{} may be read by others (mode {:o}), so it is not secret: chmod 600 it",
+                "{} can be read by other users (mode {:o}), so it is not secret: set its mode with chmod 600",
                 path.display(),
                 mode & 0o777
             )));
@@ -73,7 +73,7 @@ impl Secret {
         let text = str::from_utf8(&bytes).ok().map(str::trim_ascii);
         let Some(text) = text.filter(|text| !text.chars().any(char::is_control)) else {
             return Err(Error::invalid(format!(
-                "the secret in {} is not a line of text; use for instance 32 random bytes in hexadecimal",
+                "the secret in {} is not a line of text; use for example 32 random bytes in hexadecimal",
                 path.display()
             )));
         };
@@ -142,8 +142,8 @@ fn is_trusted(owner: u32, user: u32) -> bool {
 
 fn refused_owner(path: &Path, owner: u32, user: u32) -> Error {
     Error::invalid(format!(
-        "{} belongs to user {owner}, who knows what is in it, and this process runs as user {user}: name a file that belongs to user {user} \
-         or to root, or chown it",
+        "{} belongs to user {owner}, who can read it, and this process runs as user {user}: name a file that belongs to user {user} or to \
+         root, or change its owner with chown",
         path.display()
     ))
 }

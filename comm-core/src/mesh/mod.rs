@@ -111,8 +111,8 @@ impl<T: Transport> Mesh<T> {
         let ours = (control.rank(), control.world_size());
         if theirs != ours {
             return Err(Error::invalid(format!(
-                "the transport {} is that of rank {} of {}, the control plane that of rank {} of {}: connect the transport with the \
-                 control plane that the communicator gets",
+                "the transport {} belongs to rank {} of {}, but the control plane to rank {} of {}: connect the transport through the \
+                 control plane of this communicator",
                 transport.name(),
                 theirs.0,
                 theirs.1,

@@ -140,10 +140,10 @@ fn create(
         Ok((segment, file, metadata))
     };
     let (segment, file, metadata) = make().map_err(|error: std::io::Error| {
-        format!("rank {rank} cannot have {} B of memory to share: {}", layout.total(), descriptors::explain(&error))
+        format!("rank {rank} cannot allocate {} B of shared memory: {}", layout.total(), descriptors::explain(&error))
     })?;
     let mut nonce = [0; PROOF_LEN];
-    getrandom::fill(&mut nonce).map_err(|error| format!("rank {rank} has no randomness: {error}"))?;
+    getrandom::fill(&mut nonce).map_err(|error| format!("rank {rank} cannot get random bytes: {error}"))?;
     segment.write_proof(&proof(key, rank, &nonce));
     let peer_info = PeerInfo {
         lanes: options.lanes,
@@ -162,10 +162,10 @@ fn create(
 
 fn open(theirs: &PeerInfo, here: &MachineId, layout: Layout, proof: &[u8; PROOF_LEN]) -> RankResult<Segment> {
     if theirs.machine.boot != here.boot {
-        return Err("it runs on another machine; choose a transport that crosses machines, like tcp or quic".into());
+        return Err("it runs on another machine; choose a transport that connects machines, such as tcp or quic".into());
     }
     if theirs.machine.pid_namespace != here.pid_namespace {
-        return Err("it runs in another PID namespace, as in another container; start all ranks in the same one".into());
+        return Err("it runs in another PID namespace, such as that of another container; start all ranks in the same one".into());
     }
     let path = format!("/proc/{}/fd/{}", theirs.process, theirs.descriptor);
     let unreachable = |error: std::io::Error| match descriptors::ran_out(&error) {
@@ -185,7 +185,7 @@ fn open(theirs: &PeerInfo, here: &MachineId, layout: Layout, proof: &[u8; PROOF_
         .map_err(unreachable)?;
     let metadata = file.metadata().map_err(unreachable)?;
     if (metadata.dev(), metadata.ino()) != (theirs.device, theirs.inode) {
-        return Err(format!("{path} is another file than the one that was announced"));
+        return Err(format!("{path} is not the file that was announced"));
     }
     let segment = Segment::open(&file, layout).map_err(|error| format!("mapping {} B: {error}", layout.total()))?;
     if !bool::from(segment.proof().ct_eq(proof)) {

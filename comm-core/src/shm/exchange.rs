@@ -468,7 +468,7 @@ impl Receiving {
                 return Err(lost(shared, message.peer));
             }
             let detail = match outcome {
-                Err(error) => format!("a message cannot be read out of its memory any more: {error}"),
+                Err(error) => format!("a message can no longer be read from its memory: {error}"),
                 Ok(()) => "it gave up a message that was being read".into(),
             };
             Err(Error::PeerLost { rank: message.peer, operation: String::new(), detail })

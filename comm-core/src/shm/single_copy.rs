@@ -30,7 +30,7 @@ pub(super) struct Token(Box<[u8; TOKEN_LEN]>);
 impl Token {
     pub(super) fn generate() -> RankResult<Self> {
         let mut token = Box::new([0; TOKEN_LEN]);
-        getrandom::fill(&mut *token).map_err(|error| format!("no randomness: {error}"))?;
+        getrandom::fill(&mut *token).map_err(|error| format!("cannot get random bytes: {error}"))?;
         Ok(Token(token))
     }
 
@@ -63,7 +63,7 @@ impl PeerMemory {
         let mut token = [0; TOKEN_LEN];
         match memory.read(info.address, &mut token) {
             Ok(()) if token == info.token => Ok(memory),
-            Ok(()) => Err("another process has its number".into()),
+            Ok(()) => Err("its process id belongs to another process".into()),
             Err(error) => Err(explain(&error)),
         }
     }
@@ -77,7 +77,7 @@ impl PeerMemory {
         let whole = token.len() + into.len();
         let count = sys::read_process(self.process, [(self.info.address, &mut token), (address, into)])?;
         if token != self.info.token {
-            return Err(io::Error::new(io::ErrorKind::NotFound, "another process has its number"));
+            return Err(io::Error::new(io::ErrorKind::NotFound, "its process id belongs to another process"));
         }
         if count == whole { Ok(()) } else { Err(Errno::FAULT.into()) }
     }

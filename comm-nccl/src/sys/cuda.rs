@@ -132,7 +132,8 @@ impl Driver {
         // SAFETY: a text ended by a zero, as above.
         let text = if known { unsafe { CStr::from_ptr(text) }.to_string_lossy() } else { "unknown error".into() };
         let advice = if LOST.contains(&status) {
-            "; the GPU is lost to this process: look for `Xid` in the kernel's log, and with compute-sanitizer for the kernel at fault"
+            "; this process can no longer use the GPU: look for `Xid` in the kernel's log, and use compute-sanitizer to find the kernel \
+             that caused it"
         } else {
             ""
         };

@@ -388,7 +388,7 @@ fn failure(table: &NcclTable, status: c_int, comm: Comm, what: &str) -> Error {
     // SAFETY: any number has a text; the communicator lives or is null, which means the last error of this process.
     let (kind, last) = unsafe { (text((table.error_text)(status)), text((table.last_error)(comm))) };
     let last = if last.is_empty() { String::new() } else { format!(": {last}") };
-    let hint = "NCCL_DEBUG=WARN makes NCCL say more";
+    let hint = "NCCL_DEBUG=WARN makes NCCL print the reason";
     Error::io(format!("NCCL, {what}"), io::Error::other(format!("{kind} ({status}){last}; {hint}")))
 }
 
@@ -411,10 +411,10 @@ pub fn share_gpu() -> Result<()> {
         Some("1") => {}
         Some(threads) => {
             return Err(Error::invalid(format!(
-                "{SHARE_VARIABLE}=1: the program has {threads} threads already; it has to prepare this before any other"
+                "{SHARE_VARIABLE}=1: the program already has {threads} threads, and this must be prepared before it starts any"
             )));
         }
-        None => return Err(crate::unsupported(format!("{SHARE_VARIABLE}=1 is for Linux only"))),
+        None => return Err(crate::unsupported(format!("{SHARE_VARIABLE}=1 works on Linux only"))),
     }
     let host = format!("process-{}", std::process::id());
     let settings = [

@@ -214,8 +214,8 @@ impl Doors {
             };
             if looks.count == LOOKS {
                 return Ok(Err(format!(
-                    "the connection that rank {} makes from {source} to {address} does not come from there: the address is translated \
-                     on its way, or too many others ask for connections",
+                    "the connection of rank {} from {source} to {address} arrives from another address: it is translated on its way, or \
+                     too many other programs connect",
                     control.job_rank(edge.dialler as usize)
                 )));
             }

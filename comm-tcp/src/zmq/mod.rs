@@ -229,7 +229,7 @@ fn facts(options: &TcpOptions, socket_info: SocketInfo, gate: GateInUse) -> Vec<
         GateInUse::Folder => "none: only this user may enter the sockets' directory".into(),
         GateInUse::Filter => "packet filter".into(),
         GateInUse::Relay { because: None } => "relay".into(),
-        GateInUse::Relay { because: Some(why) } => format!("relay, for a packet filter is not to be had: {why}"),
+        GateInUse::Relay { because: Some(why) } => format!("relay, because a packet filter is not possible: {why}"),
         GateInUse::Off => "off".into(),
     };
     let mut facts = vec![

@@ -61,11 +61,11 @@ impl State {
         let why = if hello.job != self.job_id {
             Some(format!("rank {rank} belongs to job {:?}, but this is job {:?}", hello.job, self.job_id))
         } else if hello.epoch != self.epoch {
-            Some(format!("rank {rank} is of epoch {}, but this job is at epoch {}", hello.epoch, self.epoch))
+            Some(format!("rank {rank} has epoch {}, but this job has epoch {}", hello.epoch, self.epoch))
         } else if let Some(error) = &self.decided {
-            Some(format!("rank {rank} came after the job had failed: {error}"))
+            Some(format!("rank {rank} connected after the job had failed: {error}"))
         } else if hello.world_size as usize != self.world_size {
-            let why = format!("rank {rank} was started for {} ranks, rank 0 for {}", hello.world_size, self.world_size);
+            let why = format!("rank {rank} was started for {} ranks, and rank 0 for {}", hello.world_size, self.world_size);
             self.fail_rendezvous(&why);
             Some(why)
         } else if rank == 0 || rank >= self.world_size || self.send_half(rank).is_some() {

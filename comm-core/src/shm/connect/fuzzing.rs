@@ -54,6 +54,6 @@ fn announced() -> Vec<u8> {
 }
 
 fn seeds() -> Vec<Vec<u8>> {
-    let failed: RankResult<()> = Err("rank 1 cannot have 1 B of memory to share".into());
+    let failed: RankResult<()> = Err("rank 1 cannot allocate 1 B of shared memory".into());
     vec![announced(), encode(&failed).expect("a text can be written")]
 }
