@@ -318,7 +318,7 @@ fn something_else_at_the_address_is_named() {
     });
     let job = job(1, 2, &Address::Tcp { host: "127.0.0.1".into(), port: addr.port() });
     let error = connect(&job).unwrap_err().to_string();
-    assert!(error.contains("not this job's rank 0") && error.contains("COMM_PORT"), "{error}");
+    assert!(error.contains("not rank 0 of this job") && error.contains("COMM_PORT"), "{error}");
     server.join().unwrap();
 }
 

@@ -222,7 +222,7 @@ mod tests {
         assert_eq!(theirs.is_out_of_reach(&own), None);
         let cases = [
             (FolderInfo { machine: "another".into(), ..theirs.clone() }, "another machine"),
-            (FolderInfo { inode: own.inode, ..theirs.clone() }, "a different folder"),
+            (FolderInfo { inode: own.inode, ..theirs.clone() }, "another folder on that rank"),
             (FolderInfo { path: theirs.path[1..].to_string(), ..theirs.clone() }, "not an absolute path"),
             (FolderInfo { path: format!("{}-gone", theirs.path), ..theirs }, "No such file"),
         ];

@@ -455,7 +455,7 @@ mod tests {
         assert_eq!(Tokenizer::bytes().encode_bytes(&raw).unwrap(), [97, 98, 255, 99]);
         let error = Tokenizer::gpt2().encode_bytes(&raw).unwrap_err();
         assert_eq!(error, TokenizerError::NotUtf8 { kind: TokenizerKind::Gpt2, offset: 2 });
-        assert!(error.to_string().contains("`bytes` tokenizer"), "{error}");
+        assert!(error.to_string().contains("tokenizer `bytes`"), "{error}");
     }
 
     #[test]

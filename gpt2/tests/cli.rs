@@ -533,7 +533,7 @@ fn what_all_ranks_find_wrong_is_said_once() {
     let data = text(folder.path());
     let run = "train --preset micro --tokenizer bytes --steps 2 --batch 6 --nproc 3 --transport tcp-raw --eval-every 0 --data";
     for (more, told) in [
-        ("--strategy hsdp --ranks-per-node 2", "hsdp needs nodes of one size"),
+        ("--strategy hsdp --ranks-per-node 2", "hsdp needs nodes of equal size"),
         ("--strategy streaming-diloco --sync-every 20 --fragments 10 --overlap-steps 0", "--fragments 10 is more than"),
     ] {
         let arguments: Vec<&str> = run.split(' ').chain([data.as_str()]).chain(more.split(' ')).collect();
@@ -676,7 +676,7 @@ fn a_run_that_cannot_be_saved_is_summed_up_all_the_same() {
         let said = String::from_utf8_lossy(&output.stdout);
         let errors = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{out}: {said}{errors}");
-        for part in ["done: 3 steps", "weights: sha256 ", "peaks of its process"] {
+        for part in ["done: 3 steps", "weights: sha256 ", "peak memory of its process"] {
             assert_eq!(
                 said.matches(part).count(),
                 if part.starts_with("peaks") && !more.is_empty() { 2 } else { 1 },
@@ -703,7 +703,7 @@ fn a_scale_that_lets_no_step_pass_is_an_error_without_a_checkpoint() {
         let output = gpt2(&arguments, folder.path());
         let errors = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{errors}");
-        for part in ["step 10: ", "9 steps before", "fixed at 1073741824", "--loss-scale be dynamic"] {
+        for part in ["step 10: ", "9 steps before", "fixed at 1073741824", "--loss-scale dynamic"] {
             assert!(errors.contains(part), "{part:?} in {errors}");
         }
         assert!(!String::from_utf8_lossy(&output.stdout).contains("done: "));

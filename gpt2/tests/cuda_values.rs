@@ -237,11 +237,11 @@ fn too_little_memory_and_a_lost_device_are_one_clear_error_on_every_rank() {
         // What is found when the device is opened ends with the code of a configuration.
         for (fault, value, code, cause) in [
             ("STAND_IN_MEMORY", "3000000", 1, "out of device memory"),
-            ("STAND_IN_CONTEXT", "2", 2, "which processes take its memory"),
+            ("STAND_IN_CONTEXT", "2", 2, "which processes use its memory"),
             ("STAND_IN_CONTEXT", "46", 2, "another process may use it exclusively"),
-            ("STAND_IN_LOST_AT", "0", 2, "a GPU that was lost comes back with"),
-            ("STAND_IN_LOST_AT", "10", 1, "the GPU is lost"),
-            ("STAND_IN_LOST_AT", "300", 1, "the GPU is lost"),
+            ("STAND_IN_LOST_AT", "0", 2, "may bring the GPU back"),
+            ("STAND_IN_LOST_AT", "10", 1, "this process can no longer use the GPU"),
+            ("STAND_IN_LOST_AT", "300", 1, "this process can no longer use the GPU"),
         ] {
             let out = tempfile::tempdir_in(machine.path()).unwrap();
             let mut command = training(&machine, (4, "late"), arguments, out.path());

@@ -366,7 +366,7 @@ fn tensors_that_do_not_fit_are_named() {
                 head.2[4000] ^= 1;
                 _ = tensors.insert("lm_head.weight".into(), head);
             },
-            &["lm_head.weight", "wte.weight", "weights of its own"],
+            &["lm_head.weight", "wte.weight", "are not tied"],
         ),
     ];
     for (change, expected) in cases {
@@ -390,7 +390,7 @@ fn files_that_are_cut_missing_or_of_another_kind_are_named() {
     let whole = fs::read(&path).unwrap();
     for cut in [0, 7, 100, whole.len() / 2, whole.len() - 1] {
         fs::write(&path, &whole[..cut]).unwrap();
-        assert_says(&spoilt.convert(&[]), &["model.safetensors", "truncated"]);
+        assert_says(&spoilt.convert(&[]), &["model.safetensors", "cut off"]);
     }
     fs::write(&path, whole).unwrap();
     fs::write(spoilt.file("config.json"), "{\"n_layer\": 2").unwrap();
@@ -403,16 +403,16 @@ fn files_that_are_cut_missing_or_of_another_kind_are_named() {
     let spoilt = Spoilt::new("sharded");
     let index = fs::read(spoilt.file("model.safetensors.index.json")).unwrap();
     spoilt.json("model.safetensors.index.json", |index| index["weight_map"]["ln_f.bias"] = "../x.safetensors".into());
-    assert_says(&spoilt.convert(&[]), &["../x.safetensors", "no file of its folder"]);
+    assert_says(&spoilt.convert(&[]), &["../x.safetensors", "not a file in its folder"]);
     fs::write(spoilt.file("model.safetensors.index.json"), &index).unwrap();
     spoilt.json("model.safetensors.index.json", |index| {
         let map = &mut index["weight_map"];
         map["ln_f.bias"] =
             if map["ln_f.bias"] == map["wpe.weight"] { map["wte.weight"].clone() } else { map["wpe.weight"].clone() };
     });
-    assert_says(&spoilt.convert(&[]), &["ln_f.bias", "where it is not"]);
+    assert_says(&spoilt.convert(&[]), &["ln_f.bias", "which does not have it"]);
     fs::write(spoilt.file("model.safetensors.index.json"), "[]").unwrap();
-    assert_says(&spoilt.convert(&[]), &["index.json", "no index"]);
+    assert_says(&spoilt.convert(&[]), &["index.json", "not an index"]);
     fs::write(spoilt.file("model.safetensors.index.json"), index).unwrap();
     fs::remove_file(spoilt.file("model-00002-of-00003.safetensors")).unwrap();
     assert_says(&spoilt.convert(&[]), &["model-00002-of-00003.safetensors"]);
@@ -423,7 +423,7 @@ fn a_vocabulary_of_another_tokenizer_is_refused() {
     let spoilt = Spoilt::new("prefixed");
     assert_says(&spoilt.convert(&[]), &["--tokenizer"]);
     assert_says(&spoilt.convert(&["--tokenizer", "gpt2"]), &["50257 tokens", "256"]);
-    assert_says(&spoilt.convert(&["--tokenizer", "chars"]), &["which characters"]);
+    assert_says(&spoilt.convert(&["--tokenizer", "chars"]), &["do not list the model's characters"]);
     let folder = spoilt.folder.path();
     fs::write(folder.join("text.txt"), "The quick brown fox. ".repeat(50)).unwrap();
     let train = |more: &[&str]| {

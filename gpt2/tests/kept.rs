@@ -267,7 +267,7 @@ fn what_compression_has_left_is_shared_where_ranks_are_others_and_dropped_where_
     let expected = one.iter().zip(&other).zip(&of_mean).map(|((one, other), of_mean)| (one + other) / 2.0 + of_mean);
     assert!(shared.iter().copied().eq(expected));
     assert_eq!(left(Whose::Mean, Kept::LeftOfMean), None);
-    for (compress, told) in [("topk:0.1", "is shared out among them"), ("none", "is dropped")] {
+    for (compress, told) in [("topk:0.1", "is divided among the ranks"), ("none", "is dropped")] {
         let mut other = config.clone();
         other.options.compress = compress.parse().unwrap();
         let changes = saved.state().changes(&serde_json::to_value(&other).unwrap(), 2);

@@ -172,18 +172,18 @@ fn other_ranks_strategies_transports_and_types_go_on_within_rounding() {
     place.run(&format!("{same} --strategy fsdp --transport tcp --nproc 4 --save-every 4 --out four"));
     let reference = place.losses("two", 4);
     for (number, (from, to, tolerance, told)) in [
-        ("two", "--strategy ddp --nproc 4 --transport tcp", 1e-5, "2 rank(s) then, 4 now"),
+        ("two", "--strategy ddp --nproc 4 --transport tcp", 1e-5, "there were 2 rank(s) and are 4 now"),
         ("two", "--strategy fsdp --nproc 2 --transport quic", 1e-5, "was \"ddp\" and is \"fsdp\" now"),
-        ("two", "--strategy single", 1e-5, "2 rank(s) then, 1 now"),
-        ("two", "--strategy ps --nproc 3 --transport local", 1e-5, "2 rank(s) then, 3 now"),
+        ("two", "--strategy single", 1e-5, "there were 2 rank(s) and are 1 now"),
+        ("two", "--strategy ps --nproc 3 --transport local", 1e-5, "there were 2 rank(s) and are 3 now"),
         (
             "two",
             "--strategy ddp --nproc 2 --transport tcp-raw --precision bf16",
             2e-2,
             "was \"f32\" and is \"bf16\" now",
         ),
-        ("four", "--strategy sharded-ps --nproc 2 --transport shm", 1e-5, "4 rank(s) then, 2 now"),
-        ("four", "--strategy zero1 --nproc 3 --transport shm", 1e-5, "4 rank(s) then, 3 now"),
+        ("four", "--strategy sharded-ps --nproc 2 --transport shm", 1e-5, "there were 4 rank(s) and are 2 now"),
+        ("four", "--strategy zero1 --nproc 3 --transport shm", 1e-5, "there were 4 rank(s) and are 3 now"),
         (
             "four",
             "--strategy hierarchical --nproc 4 --ranks-per-node 2 --transport tcp-raw --accumulation 3",
@@ -570,7 +570,7 @@ fn a_checkpoint_that_is_none_is_one_clear_error() {
     assert!(garbage.contains("its run.json is unreadable"), "{garbage}");
     let foreign =
         changed("foreign", &edit("run.json", &|_| br#"{"format":"pt","version":1,"program":"another"}"#.to_vec()));
-    assert!(foreign.contains("is of format \"pt\"") && foreign.contains("of this trainer?"), "{foreign}");
+    assert!(foreign.contains("is of format \"pt\"") && foreign.contains("--save-every` wrote?"), "{foreign}");
     let newer = changed("newer", &|folder| {
         let text = replaced(fs::read(folder.join("run.json")).unwrap(), "\"version\": 3", "\"version\": 4");
         fs::write(folder.join("run.json"), text).unwrap();

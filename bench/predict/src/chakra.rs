@@ -609,9 +609,9 @@ mod tests {
         let whole = encode(&example(), 0, &example().ranks[0], &[]);
         let cases: Vec<(Vec<u8>, &str)> = vec![
             (vec![], "it is empty"),
-            (whole[..whole.len() - 3].to_vec(), "it is cut"),
+            (whole[..whole.len() - 3].to_vec(), "the file is cut off"),
             (b"\x1f\x8b\x08".to_vec(), "gunzip"),
-            (b"{\"nodes\": []}".to_vec(), "no Chakra trace"),
+            (b"{\"nodes\": []}".to_vec(), "not a Chakra trace"),
             (of(&[node(1, vec![2]), node(2, vec![1])]), "wait for each other"),
             (of(&[node(1, vec![5])]), "waits for node 5, which is not there"),
             (of(&[node(1, vec![]), node(1, vec![])]), "two nodes 1"),
@@ -628,7 +628,7 @@ mod tests {
                     attr: vec![signed("comm_size", 1), signed("comm_dst", 8)],
                     ..ChakraNode::default()
                 }]),
-                "rank 8, of 1 ranks",
+                "rank 8, and there are 1 ranks",
             ),
         ];
         for (bytes, expected) in cases {

@@ -281,19 +281,19 @@ mod tests {
         };
         let message = Message { peer: 1, bytes: 4, lane: 0, background: false };
         let cases = [
-            (vec![0], Work::Compute { ns: 1 }, "not before it"),
-            (vec![], Work::Send(Message { peer: 2, ..message.clone() }), "rank 2, of 2 ranks"),
+            (vec![0], Work::Compute { ns: 1 }, "does not come before it"),
+            (vec![], Work::Send(Message { peer: 2, ..message.clone() }), "rank 2, and there are 2 ranks"),
             (
                 vec![],
                 Work::Send(Message { bytes: u64::MAX, ..message.clone() }),
-                "a message of 18446744073709551615 bytes",
+                "its message has 18446744073709551615 bytes",
             ),
-            (vec![], Work::Compute { ns: u64::MAX }, "a computation of"),
+            (vec![], Work::Compute { ns: u64::MAX }, "its computation has"),
             (vec![], Work::Receive(Message { peer: 0, ..message }), "between rank 0 and rank 0"),
-            (vec![], Work::Collective(Collective { root: 2, ..all_reduce.clone() }), "root 2 of 2"),
-            (vec![], Work::Collective(Collective { group: vec![1], ..all_reduce.clone() }), "to have rank 0"),
-            (vec![], Work::Collective(Collective { lane: 64, ..all_reduce.clone() }), "lane 64"),
-            (vec![], Work::Collective(Collective { kind: OpKind::Send, ..all_reduce }), "no operation of all"),
+            (vec![], Work::Collective(Collective { root: 2, ..all_reduce.clone() }), "its root is 2"),
+            (vec![], Work::Collective(Collective { group: vec![1], ..all_reduce.clone() }), "contain rank 0"),
+            (vec![], Work::Collective(Collective { lane: 64, ..all_reduce.clone() }), "its lane is 64"),
+            (vec![], Work::Collective(Collective { kind: OpKind::Send, ..all_reduce }), "not an operation of all"),
         ];
         for (after, work, expected) in cases {
             let mut rank = RankTrace::default();

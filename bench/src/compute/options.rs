@@ -248,7 +248,7 @@ mod tests {
     #[test]
     fn what_cannot_be_measured_is_refused_by_name() {
         for (arguments, part) in [
-            (&["--cases", "tiny"][..], "`tiny` is no case"),
+            (&["--cases", "tiny"][..], "`tiny` is not a case"),
             (&["--cases", "tiny:64"], "PRESET:TxB"),
             (&["--cases", "tiny:0x4"], "PRESET:TxB"),
             (&["--cases", "huge:64x4"], "unknown model preset 'huge'"),

@@ -207,7 +207,7 @@ mod tests {
             (&["--steps", "2"], "--steps 2"),
             (&["--rounds", "0"], "--rounds 0"),
             (&["--heads", "3"], "heads"),
-            (&["--strategies", "single"], "measured anyway"),
+            (&["--strategies", "single"], "always measured"),
             (&["--transports", "local"], "threads"),
             (&["--peer-bucket-mb", "nan"], "--peer-bucket-mb"),
             (&["--mtu", "9000"], "--rate"),

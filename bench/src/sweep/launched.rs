@@ -188,7 +188,7 @@ mod tests {
             let cell = |cell: &&Cell| cell.transport == transport && cell.link == link && cell.ranks == ranks;
             left_out(plan.cells.iter().find(cell).unwrap(), 2, &machines(&[&[0], &[1]])).unwrap()
         };
-        assert!(why("tcp", "network", 4).contains("another number of ranks: 2"));
+        assert!(why("tcp", "network", 4).contains("has started 2 ranks, and the cell has another number"));
         assert!(why("tcp", "wan", 2).contains("emulated link"));
         assert!(why("shm", "loopback", 2).contains("shm connects ranks of one machine, and these are on 2"));
         assert!(why("local", "loopback", 2).contains("threads"));

@@ -388,7 +388,7 @@ fn every_misconfiguration_has_its_message() {
         ),
         (format!("PET_NODE_RANK=0 PET_NNODES=2 PET_NPROC_PER_NODE=auto {secret}"), &["PET_NPROC_PER_NODE is auto"]),
         (format!("JOB_COMPLETION_INDEX=0 COMM_WORLD_SIZE=4 JOB_INDEX=1 {secret}"), &["JOB_INDEX is 1", "1 replica"]),
-        ("JOB_COMPLETION_INDEX=0 COMM_WORLD_SIZE=4 JOBSET_NAME=set".into(), &["REPLICATED_JOB_NAME is not"]),
+        ("JOB_COMPLETION_INDEX=0 COMM_WORLD_SIZE=4 JOBSET_NAME=set".into(), &["but REPLICATED_JOB_NAME, which"]),
         ("JOB_COMPLETION_INDEX=0 COMM_WORLD_SIZE=4".into(), &["does not know where to meet"]),
         ("COMM_WORLD_SIZE=4".into(), &["COMM_WORLD_SIZE is 4, but COMM_RANK is not set"]),
         (

@@ -802,7 +802,7 @@ mod tests {
         assert_eq!(state.changes(&now(3, "ddp"), 2), [""; 0]);
         assert_eq!(
             state.changes(&now(3, "fsdp"), 4),
-            ["2 rank(s) then, 4 now", "--strategy: was \"ddp\" and is \"fsdp\" now"]
+            ["there were 2 rank(s) and are 4 now", "--strategy: was \"ddp\" and is \"fsdp\" now"]
         );
         assert_eq!(state.contradictions(&now(4, "ddp"), "ab"), ["--seed: was 3 and is 4 now"]);
         assert_eq!(state.contradictions(&now(3, "ddp"), "cd").len(), 1);

@@ -226,10 +226,10 @@ fn every_error_names_the_path_and_what_to_try() {
     assert!(matches!(error, CorpusError::Missing { .. }));
     let error = fails("empty.txt", TokenizerKind::Gpt2, "give a file");
     assert!(matches!(error, CorpusError::Empty { .. }));
-    let error = fails("latin1.txt", TokenizerKind::Gpt2, "`bytes` tokenizer");
+    let error = fails("latin1.txt", TokenizerKind::Gpt2, "tokenizer `bytes`");
     assert!(matches!(error, CorpusError::Encode { source: TokenizerError::NotUtf8 { offset: 3, .. }, .. }));
     assert!(load(&folder.path().join("latin1.txt"), TokenizerKind::Bytes).is_ok());
-    let error = fails("a.bin", TokenizerKind::Chars, "`gpt2` tokenizer");
+    let error = fails("a.bin", TokenizerKind::Chars, "tokenizer `gpt2`");
     assert!(matches!(error, CorpusError::ShardTokenizer { .. }));
     let error = fails("bad.bin", TokenizerKind::Gpt2, "write it again");
     assert!(matches!(error, CorpusError::OutOfVocabulary { position: 1, id: 60_000, .. }));

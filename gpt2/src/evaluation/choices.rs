@@ -272,7 +272,7 @@ mod tests {
             (0, 1, "instead of"),
             (4, 2, "instead of"),
             (8, 5, "question 4 is cut short"),
-            (8, 3, "goes on"),
+            (8, 3, "there is more data"),
             (8, 0, "no questions"),
             (HEADER, 0, "does not begin"),
             (HEADER + 2, 2, "bytes, and has"),
