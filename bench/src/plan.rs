@@ -981,7 +981,7 @@ mod tests {
             ("link = \"wan\"\nends = 1", "axis ends"),
             ("link = \"wan\"\nranks = 5\nends = 4\nbatch = 5", "leave 1 without a rank"),
             ("link = \"slow-rank\"\nranks = 4\nends = 1", "axis ends"),
-            ("link = \"1gbit,mtu=1500,congestion=bbr\"\ncongestion = \"cubic\"", "says bbr, and the plan cubic"),
+            ("link = \"1gbit,mtu=1500,congestion=bbr\"\ncongestion = \"cubic\"", "sets bbr, and the plan cubic"),
             ("validation-batches = 4", "without validate-every"),
             ("validate-every = 5\nvalidation-batches = 0", "axis validation-batches"),
             ("program = \"pytorch\"\nclip = 0", "axis schedule"),

@@ -182,7 +182,7 @@ mod stand_in {
         train(&["cuInit fails: no device is detected (CUDA error 100)", "nvidia-smi"]);
         library(folder.path(), "libcuda.so", DRIVER, "-DINIT=0");
         library(folder.path(), "libnvrtc.so", NVRTC, "-DMAJOR=13");
-        train(&["NVRTC is of CUDA 13.8", "CUDA 12.8 at most"]);
+        train(&["NVRTC is of CUDA 13.8", "at most CUDA 12.8"]);
         library(folder.path(), "libnvrtc.so", NVRTC, "-DMAJOR=12");
         train(&["cuda_fp16.h is not in /nowhere/cuda/include", "that CUDA_PATH names"]);
         library(folder.path(), "libnvrtc.so", "int nothing;", "-DMAJOR=12");

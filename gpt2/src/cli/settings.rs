@@ -205,7 +205,7 @@ mod tests {
             ("restarts = 1", "unknown setting 'restarts'"),
             ("help = true", "unknown setting 'help'"),
             ("[train]\nlr = 1", "unknown setting 'train'"),
-            ("lr = [1, 2]", "the setting 'lr' is a array"),
+            ("lr = [1, 2]", "the setting 'lr' is of type array"),
             ("block-size = 8\nblock_size = 9", "'block-size' is given twice"),
             ("lr = 1\nlr = 2", "duplicate"),
             ("lr = ", "TOML"),

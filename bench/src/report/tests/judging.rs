@@ -79,7 +79,7 @@ fn a_strategy_whose_neighbours_share_ends_is_told_of() {
     }
     let (html, _) = written([hierarchical, ring].concat());
     for text in [
-        "hierarchical: neighbours share a node",
+        "hierarchical: neighbouring ranks form a node",
         "hierarchical has 2 ends for 4 ranks",
         "<td class=\"name\">hierarchical with 4 ranks</td>",
         "<td class=\"name\">ring with 4 ranks</td>",
