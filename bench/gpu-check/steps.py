@@ -17,7 +17,7 @@ from processes import is_noise, json_lines, variable
 
 
 def devices(check):
-    """What `gpt2 devices` finds; on a GPU nothing that CUDA or NCCL needs may be missing."""
+    """Runs `gpt2 devices`; on a GPU nothing that CUDA or NCCL needs may be missing."""
     outcome = check.command("", commands.devices())
     result, why = result_of(outcome)
     if not check.is_gpu and lacks_word(outcome):
@@ -42,7 +42,7 @@ def devices(check):
 
 
 def conformance(ranks):
-    """The conformance suite, every rank a process on the one GPU; without a GPU every case has to be ignored, with the reason."""
+    """Runs the conformance suite with every rank as a process on the same GPU; without a GPU every case must be ignored, with a reason."""
 
     def step(check):
         outcome = check.command("", commands.conformance(ranks), variables=commands.SHARED_GPU)
@@ -105,7 +105,7 @@ def read_conformance(text):
 
 
 def dead_peer(check):
-    """One of two ranks is killed in the middle of training: the other has to name it, soon, and nothing may be left."""
+    """Kills one of two ranks during training: the other must end soon with an error that names it, and leave no process behind."""
     out = check.folder()
     child = check.start("", commands.dead_peer(check.mode, out, check.text), variables=commands.SHARED_GPU)
     is_under_way = until(child, rf"step +{commands.DEAD_PEER_STEPS}/")
@@ -153,7 +153,7 @@ def until(child, pattern):
 
 
 def strategies(check):
-    """Each strategy over each transport; what is learnt may not depend on the transport."""
+    """Trains with each strategy over each transport; the losses must not depend on the transport."""
     transports = commands.TRANSPORTS[check.mode]
     # Only losses are compared, so runs may share the machine where it is large.
     side_by_side = max(1, min(len(transports), (os.cpu_count() or 1) // 4))
@@ -222,7 +222,7 @@ def read_weights(text):
 
 
 def all_reduce(check):
-    """All-reduce on device buffers, ours and PyTorch's."""
+    """Times all-reduce on GPU buffers, here and in PyTorch."""
     smallest, largest, factor = commands.SIZES[check.mode]
     for ranks in commands.WORLDS:
         variables = commands.SHARED_GPU
@@ -319,7 +319,7 @@ def size_text(size):
 
 
 def step_time(check):
-    """A training step on one device: cold, with no kernel compiled yet; warm; and PyTorch's."""
+    """Times a training step on one device with an empty kernel cache, with a filled one, and in PyTorch."""
     sizes = commands.STEP[check.mode]
     ours = {}
     for precision in commands.PRECISIONS:
@@ -391,7 +391,7 @@ def peer_steps(check, ours):
 
 
 def wgpu(check):
-    """A short run on the GPU's Vulkan; without a GPU on a processor that plays one, if there is one."""
+    """Trains a few steps through Vulkan on the GPU; without a GPU on software Vulkan, if there is any."""
     adapter = check.facts.get("wgpu" if check.is_gpu else "wgpu_software")
     if not adapter:
         raise Skip("no Vulkan adapter here but software" if check.facts.get("wgpu_software") else "no Vulkan adapter here")
@@ -406,7 +406,7 @@ def wgpu(check):
 
 
 def command_lines(check):
-    """Without a GPU: every command of a check on a GPU gets as far as the search for one, and no further."""
+    """Without a GPU: every command line of the real check must be accepted, and then end because there is no GPU."""
     for program in ("gpt2", "all_reduce"):
         outcomes, faults, cut, unknown, count = [], [], [], None, 0
         for name, command in commands.every_gpu_command(check.folder(), check.text):
@@ -434,7 +434,7 @@ def command_lines(check):
 
 
 def refusals(check):
-    """Without a GPU: what needs one ends with one clear error, and no panic."""
+    """Without a GPU: commands that need one must end with one clear error, and no panic."""
     features = check.facts.get("features") or {}
     for name, command, variables, names, without in commands.refusals(check.folder(), check.text):
         feature = re.search("`(.*)`", without).group(1)
