@@ -62,11 +62,12 @@ pub(crate) fn trust(page: &mut Page, digest: &Digest<'_>) {
     said(page, [control::work(digest), control::all(digest), doubts::first(digest), doubts::all(digest)].concat());
     page.topic("method", "How to read the figures");
     page.text(&format!(
-        "A cell is one combination of settings; a round runs each cell once. The time of a step is that of the rank that took longest. The time of a \
-         run is the median of its steps, without those before it settled, and the time of a cell is the mean of its runs. The brackets are the \
-         interval of 95 % confidence of that mean; a cell with fewer than {ROUNDS} rounds has none. Two cells are compared by the ratio of their \
-         times in the same rounds, of which there must be at least {ROUNDS}. If the interval of that ratio does not contain 1, the two are told \
-         apart. About one in twenty comparisons of equal cells finds a difference by chance."
+        "A cell is one combination of settings; a round runs each cell once. The time of a step is that of the rank that took longest. The \
+         time of a run is the median of its steps, without those before it settled, and the time of a cell is the mean of its runs. The \
+         brackets are the interval of 95 % confidence of that mean; a cell with fewer than {ROUNDS} rounds has none. A round is good if \
+         the run ended without an error, sent what its formula says, and any link emulator kept up. Two cells are compared by the ratio of \
+         their times in the same good rounds, of which there must be at least {ROUNDS}. If the interval of that ratio does not contain 1, \
+         the two are told apart. About one in twenty comparisons of equal cells finds a difference by chance."
     ));
     page.text("● the data supports it · ○ no difference was found · ▲ to be read with care");
 }
