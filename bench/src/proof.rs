@@ -107,7 +107,7 @@ fn report(proofs: &[Proof], setup: &Setup) -> bool {
     let largest = near.fold(0.0, f64::max);
     let others = match proofs.iter().all(|proof| proof.is_one_device) {
         true => "",
-        false => ", those of strategies aside whose ranks train by themselves for a time",
+        false => ", without strategies whose ranks train by themselves for a time",
     };
     say(format_args!(
         "proof: {} of {} runs (micro, {} steps, 3 and 4 ranks) gave bit-identical weights on all ranks and transports, payload equal \

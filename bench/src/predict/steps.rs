@@ -21,7 +21,7 @@ const STARTS_WITHIN: u64 = 1_000_000;
 pub(super) fn rank_trace(steps: &[Step], period: usize) -> Result<RankTrace, String> {
     let settled = steps.get(WARM_UP..).unwrap_or_default();
     if settled.len() < period {
-        return Err(format!("a trace takes {} steps, of which there are {}", period + WARM_UP, steps.len()));
+        return Err(format!("a trace needs at least {} steps, and there are {}", period + WARM_UP, steps.len()));
     }
     // From the end, so that all begin at the same place of the period.
     let windows: Vec<RankTrace> = settled.rchunks_exact(period).map(one).collect();
@@ -305,7 +305,7 @@ mod tests {
         assert!(
             matches!(&trace.nodes[1].work, Work::Collective(of) if of.lane == 2 && of.background && of.count == 1000)
         );
-        assert!(rank_trace(&steps[..2], 1).unwrap_err().contains("3 steps, of which there are 2"));
+        assert!(rank_trace(&steps[..2], 1).unwrap_err().contains("3 steps, and there are 2"));
     }
 
     #[test]

@@ -72,7 +72,7 @@ impl FromStr for Compression {
             ("sign", None) => Ok(Compression::Sign),
             ("topk", Some(number)) => match number.parse() {
                 Ok(fraction) if fraction > 0.0 && fraction <= 1.0 => Ok(Compression::TopK { fraction }),
-                _ => Err(format!("topk:{number}: the fraction of elements must lie in (0, 1], as in topk:0.01")),
+                _ => Err(format!("topk:{number}: the fraction of elements must be in (0, 1], as in topk:0.01")),
             },
             ("powersgd", Some(number)) => match number.parse() {
                 Ok(rank) if rank > 0 => Ok(Compression::PowerSgd { rank }),
