@@ -471,8 +471,7 @@ impl fmt::Display for Origin {
             Self::Synthetic { seed, entropy_rate, instead } => {
                 write!(
                     f,
-                    "synthetic Markov text (seed {seed}, entropy rate {entropy_rate:.4} nats per token under the \
-                     bytes tokenizer"
+                    "synthetic Markov text (seed {seed}, entropy rate {entropy_rate:.4} nats per token with the bytes tokenizer"
                 )?;
                 match instead {
                     Some(why) => write!(f, "; no documentation was found: {why})"),

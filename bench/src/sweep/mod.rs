@@ -149,7 +149,7 @@ fn lead(args: &SweepArgs, plan: Plan, text: String, launched: Option<LaunchedRan
         // What ended the sweep says more than what then became of its report.
         (Err(error), told) => {
             if let Err(why) = told {
-                eprintln!("warning: no report: {why}");
+                eprintln!("warning: the report could not be written: {why}");
             }
             Err(error)
         }

@@ -252,7 +252,7 @@ impl fmt::Display for WgpuInfo {
         if self.f16 {
             f.write_str(", f16")?;
         }
-        self.unfit.as_ref().map_or(Ok(()), |problem| write!(f, "; unfit: {problem}"))
+        self.unfit.as_ref().map_or(Ok(()), |problem| write!(f, "; cannot be used: {problem}"))
     }
 }
 

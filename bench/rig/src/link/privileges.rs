@@ -35,7 +35,7 @@ pub fn gain_namespaces() {
     let mut command = Command::new("unshare");
     command.args(UNSHARE).arg("bench").arg(program).args(arguments);
     // Returns only where it has failed, though it worked a moment ago.
-    eprintln!("warning: no user namespace: {}", command.exec());
+    eprintln!("warning: cannot enter a user namespace: {}", command.exec());
 }
 
 /// Whether this process may make network namespaces and set up what is in them.

@@ -217,7 +217,7 @@ impl CellRun<'_> {
             && let Err(why) = write_trace(path, cell, &steps)
         {
             // The figures are what counts.
-            eprintln!("warning: no trace of a run: {why}");
+            eprintln!("warning: the trace of a run could not be written: {why}");
         }
         let trained = (!self.watched).then(|| trained(&summaries));
         let summary = summaries.into_iter().next().ok_or("rank 0 has left no summary")?;
