@@ -815,8 +815,8 @@ fn check_ranks(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<(), 
     }
     if let Some(inside) = args.node_transport.filter(|inside| is_threads(*inside) != is_threads(args.transport)) {
         return Err(format!(
-            "--node-transport {inside} cannot be combined with --transport {}: with {} ranks are threads of one process, with all others \
-             processes; give both options {}, or neither",
+            "--node-transport {inside} cannot be combined with --transport {0}: with {1} ranks are threads of one process, with all others \
+             processes; give both options {1}, or neither",
             args.transport,
             TransportKind::LOCAL
         )
