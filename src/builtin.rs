@@ -41,7 +41,7 @@ pub(crate) static LOCAL: Entry = Entry {
 
 pub(crate) static SHM: Entry = Entry {
     name: "shm",
-    about: "memory that processes share",
+    about: "shared memory between processes",
     medium: Medium::SharedMemory,
     settings: &[Setting::Waiting, Setting::Checked, Setting::CheckFinite],
     only_measured: false,
@@ -78,7 +78,7 @@ static TCP_IPC: Entry = Entry {
 
 pub(crate) static TCP: Entry = Entry {
     name: "tcp",
-    about: "ZeroMQ",
+    about: "ZeroMQ over TCP",
     medium: Medium::Tcp,
     settings: &[Setting::Congestion, Setting::Gate, Setting::Waiting, Setting::Checked, Setting::CheckFinite],
     only_measured: false,
@@ -100,7 +100,7 @@ pub(crate) static QUIC: Entry = Entry {
 
 pub(crate) static NCCL: Entry = Entry {
     name: "nccl",
-    about: "between CUDA devices",
+    about: "NCCL, between CUDA devices",
     medium: Medium::Devices,
     settings: &[],
     only_measured: false,
