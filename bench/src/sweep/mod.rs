@@ -115,7 +115,9 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         return Ok(ExitCode::SUCCESS);
     }
     if plan.tokens && args.data.is_some() {
-        return Err("--data: this plan trains on random tokens (tokens = true); leave out --data, or change the plan".into());
+        return Err(
+            "--data: this plan trains on random tokens (tokens = true); leave out --data, or change the plan".into()
+        );
     }
     debug::refuse(args.allow_debug, debug::NO_TIMINGS)?;
     let launched = job.map(|job| launched::meet(job, &plan, &text)).transpose()?;
@@ -295,7 +297,10 @@ impl Header {
         };
         let other = |name: &str, what: &str| {
             let path = out.join(name);
-            format!("{} has another {what}; give those of that sweep to continue it, or begin a new sweep in another folder", path.display())
+            format!(
+                "{} has another {what}; give those of that sweep to continue it, or begin a new sweep in another folder",
+                path.display()
+            )
         };
         if read(PLAN)? != self.plan {
             return Err(other(PLAN, "plan than the one given").into());
