@@ -249,7 +249,9 @@ impl TryFrom<WrittenDelay> for Delay {
     fn try_from(written: WrittenDelay) -> Result<Self, String> {
         match written {
             WrittenDelay::Text(text) if text == "none" => Ok(Delay(None)),
-            WrittenDelay::Text(text) => Err(format!("`{text}` is not a delay; write \"none\" or {{ ms = 5, rank = 1 }}")),
+            WrittenDelay::Text(text) => {
+                Err(format!("`{text}` is not a delay; write \"none\" or {{ ms = 5, rank = 1 }}"))
+            }
             WrittenDelay::Delay(DelayTable { ms, rank }) if ms > 0.0 && ms <= 60_000.0 => {
                 Ok(Delay(Some(InjectedDelay { microseconds: (ms * 1e3).round() as u64, rank })))
             }
@@ -344,7 +346,8 @@ impl Draft {
     /// # Errors
     /// There is none of this name.
     pub(crate) fn ready(name: &str) -> Result<Draft, String> {
-        let (_, text) = READY.iter().find(|(known, _)| *known == name).ok_or_else(|| format!("there is no plan {name}"))?;
+        let (_, text) =
+            READY.iter().find(|(known, _)| *known == name).ok_or_else(|| format!("there is no plan {name}"))?;
         Draft::parse(text)
     }
 
@@ -424,7 +427,9 @@ impl Draft {
     pub(crate) fn plan(&self) -> Result<Plan, String> {
         let is_name = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         if !self.name.chars().all(is_name) || self.name.starts_with('.') || self.about.chars().any(char::is_control) {
-            return Err("name: a plan's name can have letters, digits, `-`, `_` and `.`; `about` must be one line".into());
+            return Err(
+                "name: a plan's name can have letters, digits, `-`, `_` and `.`; `about` must be one line".into()
+            );
         }
         if self.name.is_empty() || self.rounds == 0 || self.timeout_s == 0 {
             return Err("a plan must have a name, at least 1 round, and a timeout-s of at least 1".into());

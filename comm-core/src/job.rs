@@ -312,8 +312,9 @@ pub fn die_with_parent() -> Result<()> {
     let parent: Option<u32> = Vars(&vars).number(vars::LAUNCHER_PID)?;
     match parent {
         None => Ok(()),
-        Some(parent) => sys::die_with_parent(parent)
-            .map_err(|e| Error::io(format!("arranging that this process ends with its launcher (process {parent})"), e)),
+        Some(parent) => sys::die_with_parent(parent).map_err(|e| {
+            Error::io(format!("arranging that this process ends with its launcher (process {parent})"), e)
+        }),
     }
 }
 

@@ -267,7 +267,10 @@ fn strangers_are_mentioned_when_ranks_are_missing() {
     });
     let error = TcpControl::connect_with(&absent, &[], options(), after(500)).unwrap_err().to_string();
     stranger.join().unwrap();
-    assert!(error.contains("1 connection was rejected") && error.contains("does not use the control protocol"), "{error}");
+    assert!(
+        error.contains("1 connection was rejected") && error.contains("does not use the control protocol"),
+        "{error}"
+    );
 }
 
 #[test]

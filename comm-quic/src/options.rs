@@ -72,7 +72,10 @@ impl QuicOptions {
     pub fn check(&self) -> Result<()> {
         let require = |holds: bool, what: String| if holds { Ok(()) } else { Err(Error::invalid(what)) };
         self.bind.as_ref().map_or(Ok(()), Bind::check)?;
-        require((1..=256).contains(&self.lanes), format!("quic lanes (--lanes): {} must be from 1 to 256", self.lanes))?;
+        require(
+            (1..=256).contains(&self.lanes),
+            format!("quic lanes (--lanes): {} must be from 1 to 256", self.lanes),
+        )?;
         if let Some(mtu) = self.mtu {
             require(
                 (SMALLEST_MTU..=LARGEST_MTU).contains(&mtu),

@@ -102,7 +102,9 @@ impl FromStr for ShortSequences {
         let read = |(tokens, steps): (&str, &str)| Some((tokens.parse().ok()?, steps.parse().ok()?));
         match text.split_once('x').and_then(read) {
             Some((tokens, steps)) if tokens > 0 => Ok(ShortSequences { tokens, steps }),
-            _ => Err(format!("`{text}` is not of the form TOKENSxSTEPS, such as 128x900 for 128 tokens in the first 900 steps")),
+            _ => Err(format!(
+                "`{text}` is not of the form TOKENSxSTEPS, such as 128x900 for 128 tokens in the first 900 steps"
+            )),
         }
     }
 }

@@ -421,7 +421,8 @@ impl Corpus {
     #[must_use]
     pub fn describe(&self) -> String {
         let (train, validation) = (self.train.len(), self.validation.len());
-        let looks = self.looks.map_or(String::new(), |looks| format!(" (taken as text, although it looks like {looks})"));
+        let looks =
+            self.looks.map_or(String::new(), |looks| format!(" (taken as text, although it looks like {looks})"));
         let documents = match self.documents {
             Documents::Unknown => String::new(),
             Documents::PlainText => "<|endoftext|> as plain text, ".into(),

@@ -171,7 +171,8 @@ fn of_gpu(device: &Device, precision: Precision) -> Result<Theoretical, String> 
     let ordinal = devices::cuda_ordinal(device).ok_or(NOT_CUDA)?;
     let driver = crate::sys::CudaDriver::load()?;
     let devices = driver.devices()?;
-    let found = devices.get(usize::from(ordinal)).ok_or_else(|| format!("the driver does not list device {ordinal}"))?;
+    let found =
+        devices.get(usize::from(ordinal)).ok_or_else(|| format!("the driver does not list device {ordinal}"))?;
     let (flops, what) = gpu::flops(&found.name, precision)?;
     let id = crate::sys::cuda_device_uuid(ordinal.into())?;
     Ok(Theoretical::Gpu { id, flops, formula: format!("{} × {:.1} TFLOP/s in {what}", found.name, flops / 1e12) })

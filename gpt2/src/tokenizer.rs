@@ -84,7 +84,9 @@ pub enum TokenizerError {
         vocab: usize,
     },
     /// A corpus with more characters than 16-bit ids.
-    #[error("the text has {found} distinct characters, and at most 65536 are possible; use the tokenizer `gpt2` or `bytes`")]
+    #[error(
+        "the text has {found} distinct characters, and at most 65536 are possible; use the tokenizer `gpt2` or `bytes`"
+    )]
     TooManyCharacters {
         /// Number of distinct characters.
         found: usize,

@@ -493,7 +493,10 @@ fn a_job_that_began_with_weights_and_settings_of_a_file_survives_deaths() {
     }
     let (code, said) = end_of(job, &said);
     assert_eq!(code, Some(0), "{said}");
-    assert!(said.contains("restart 2 of 2, from the state after step 20; ") && said.contains("restarts: 2; "), "{said}");
+    assert!(
+        said.contains("restart 2 of 2, from the state after step 20; ") && said.contains("restarts: 2; "),
+        "{said}"
+    );
     assert_eq!(hash(&said), hash(&succeed(&mut place.command_of_any(&format!("{run} --out whole")))));
 }
 
@@ -698,7 +701,8 @@ fn where_a_checkpoint_cannot_be_written_the_run_goes_on_and_the_last_good_one_st
         let output = limited("full");
         let said = both(&output);
         assert_eq!(
-            said.matches("no checkpoint could be saved, and the run continues: checkpoint full/checkpoints/step-").count(),
+            said.matches("no checkpoint could be saved, and the run continues: checkpoint full/checkpoints/step-")
+                .count(),
             2,
             "{how}: {said}"
         );

@@ -327,7 +327,9 @@ impl<'a> Simulation<'a> {
             .find(|active| active.waits > 0)
             .map(|active| (self.programs[active.class].members[0], active.item));
         match waiting {
-            Some((rank, item)) => format!("the ranks of the trace wait for each other forever: rank {rank} at its node {item}"),
+            Some((rank, item)) => {
+                format!("the ranks of the trace wait for each other forever: rank {rank} at its node {item}")
+            }
             None => "the ranks of the trace wait for each other forever".into(),
         }
     }

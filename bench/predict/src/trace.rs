@@ -193,9 +193,9 @@ impl Trace {
             Work::Send(message) | Work::Receive(message) if message.bytes > MOST_OF_A_NODE => {
                 Err(format!("its message has {} bytes, and at most {MOST_OF_A_NODE} are possible", message.bytes))
             }
-            Work::Send(message) | Work::Receive(message) if message.peer >= ranks || message.peer == rank => {
-                Err(format!("its message is between rank {rank} and rank {}, and there are {ranks} ranks", message.peer))
-            }
+            Work::Send(message) | Work::Receive(message) if message.peer >= ranks || message.peer == rank => Err(
+                format!("its message is between rank {rank} and rank {}, and there are {ranks} ranks", message.peer),
+            ),
             Work::Send(_) | Work::Receive(_) => Ok(()),
             Work::Collective(Collective { kind: OpKind::Send | OpKind::Recv, .. }) => {
                 Err("a message is not an operation of all ranks".into())

@@ -42,7 +42,8 @@ pub struct TaskArgs {
 /// The task cannot be read, or what else ended the rank.
 pub fn main<P: Program>(args: &TaskArgs) -> Result<ExitCode, BenchError> {
     job::die_with_parent()?;
-    let about = |what: &dyn std::fmt::Display| format!("{}: this is not a task of this program: {what}", args.task.display());
+    let about =
+        |what: &dyn std::fmt::Display| format!("{}: this is not a task of this program: {what}", args.task.display());
     let bytes = fs::read(&args.task).map_err(|error| about(&error))?;
     let program: P = serde_json::from_slice(&bytes).map_err(|error| about(&error))?;
     let job = Job::from_env()?;

@@ -139,7 +139,10 @@ impl GroupListener {
                     let hello = blocking.and_then(|()| connection.receive::<Hello>(Some(deadline)));
                     let hello = hello.map_err(|error| format!("{name}: a rank's first line: {error}"))?;
                     if hello.rank >= ranks || arrived.iter().any(|(other, _)| other.rank == hello.rank) {
-                        return Err(format!("{name}: rank {} of {ranks} connected twice, or does not exist", hello.rank));
+                        return Err(format!(
+                            "{name}: rank {} of {ranks} connected twice, or does not exist",
+                            hello.rank
+                        ));
                     }
                     arrived.push((hello, connection));
                 }

@@ -121,7 +121,9 @@ fn conclude(settings: &Settings, rows: &[Row], note: &dyn Fn(&str)) -> ExitCode 
         note(&safety::prices(rows));
         note(&safety::headers());
     } else if let Some(ratios) = report::ratios(rows).filter(|_| !settings.one_way) {
-        note("#\n# time of this transport / time of the other: median over rounds (least-most); below 1 this transport is faster");
+        note(
+            "#\n# time of this transport / time of the other: median over rounds (least-most); below 1 this transport is faster",
+        );
         note(&ratios);
     }
     let wrong: u64 = rows.iter().map(Row::wrong).sum();

@@ -199,7 +199,10 @@ impl CollectivesArgs {
         }
         let started_here = [("--peers", self.peers), ("--namespace-congestion", self.namespace_congestion.is_some())];
         if let Some((option, _)) = started_here.into_iter().find(|(_, given)| *given) {
-            return Err(format!("{option} is for ranks that this program starts, not for those of a launcher; leave it out").into());
+            return Err(format!(
+                "{option} is for ranks that this program starts, not for those of a launcher; leave it out"
+            )
+            .into());
         }
         let of_processes: Vec<Rung> = self.transports().into_iter().filter(|kind| !kind.is_threads()).collect();
         if of_processes.is_empty() {
@@ -341,7 +344,9 @@ impl CollectivesArgs {
             .take(MAX_SIZES + 1)
             .collect();
         if sizes.len() > MAX_SIZES {
-            return Err(format!("these are more than {MAX_SIZES} sizes; give a larger --stepfactor or --stepbytes").into());
+            return Err(
+                format!("these are more than {MAX_SIZES} sizes; give a larger --stepfactor or --stepbytes").into()
+            );
         }
         Ok(sizes)
     }

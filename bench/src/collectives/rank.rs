@@ -64,7 +64,11 @@ impl Program for Task {
         }
         let job = of_a_job(job)?;
         let Address::File(path) = &job.address else {
-            return Err(format!("the ranks meet at {}, and only one transport can be opened through that", job.address).into());
+            return Err(format!(
+                "the ranks meet at {}, and only one transport can be opened through that",
+                job.address
+            )
+            .into());
         };
         let address = |kind: &Rung| Address::File(path.with_file_name(format!("address-{kind}")));
         let places = self.transports.iter().map(|kind| (*kind, address(kind), self.options_of(*kind)));

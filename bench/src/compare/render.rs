@@ -34,7 +34,8 @@ fn sweep(sweep: &Sweep) -> String {
 
 fn changes(changes: &[Difference]) -> String {
     if changes.is_empty() {
-        return "Apart from the figures nothing changed: machine, code, settings, payload and weights are the same.".into();
+        return "Apart from the figures nothing changed: machine, code, settings, payload and weights are the same."
+            .into();
     }
     let line = |change: &Difference| {
         let Difference { what, before, after, cells } = change;

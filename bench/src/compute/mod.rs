@@ -50,11 +50,17 @@ pub(crate) fn run(args: &ComputeArgs) -> Result<ExitCode, BenchError> {
     match &torch {
         Ok(torch) => say(format_args!("peer: PyTorch {}", torch.version)),
         Err(why) if args.python().is_some() => {
-            say(format_args!("peer: PyTorch is left out: {why}; name a Python interpreter that has it with --peer-python"));
+            say(format_args!(
+                "peer: PyTorch is left out: {why}; name a Python interpreter that has it with --peer-python"
+            ));
         }
         Err(_) => {}
     }
-    say(format_args!("{} steps in each run, of which the first two are not counted; {} rounds", args.steps(), plan.rounds));
+    say(format_args!(
+        "{} steps in each run, of which the first two are not counted; {} rounds",
+        args.steps(),
+        plan.rounds
+    ));
 
     let job =
         Job { draft: &draft, out: Some(&out), text: text.clone(), signals: signals.clone(), torch: torch.clone() };

@@ -156,7 +156,10 @@ mod tests {
         let rows = [row(99.0, range), row(90.0, range), row(f64::NAN, range), row(1.0, None)];
         assert_eq!(rows.iter().map(Row::is_out).collect::<Vec<_>>(), [false, true, true, false]);
         let text = table(&rows);
-        assert!(text.contains("97.0 to 103.0") && text.contains("OUT") && text.ends_with("1 ok, 2 OUT of range"), "{text}");
+        assert!(
+            text.contains("97.0 to 103.0") && text.contains("OUT") && text.ends_with("1 ok, 2 OUT of range"),
+            "{text}"
+        );
         let none = Row { unit: Unit::Percent, range: Some(Range::of_share(0.0, 9, 1.0)), ..row(0.0, None) };
         assert!(table(&[none]).contains("none"));
     }

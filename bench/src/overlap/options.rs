@@ -114,7 +114,10 @@ impl OverlapArgs {
             return Err("--cell-timeout must be at least 1".into());
         }
         if let Some(single) = self.strategies.iter().find(|variant| variant.strategy == StrategyKind::Single) {
-            return Err(format!("--strategies {single}: it does not communicate, so there is nothing to overlap; leave it out").into());
+            return Err(format!(
+                "--strategies {single}: it does not communicate, so there is nothing to overlap; leave it out"
+            )
+            .into());
         }
         if let Some(Variant { strategy, .. }) =
             self.strategies.iter().find(|variant| !variant.overlap && !variant.strategy.spec().overlaps)

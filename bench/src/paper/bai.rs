@@ -72,8 +72,7 @@ pub(super) fn run(args: &BaiArgs) -> Result<Vec<Row>, BenchError> {
     let settings = args.common.check(if full { &FULL } else { &Size::SMALL })?;
     let draft = draft(&settings, steps, args.mixed)?;
     settings.batches(&draft)?;
-    settings
-        .introduce("Bai 2022 (HP3C; arXiv 2206.06356), repeated under equal conditions", &format!("{steps} steps"));
+    settings.introduce("Bai 2022 (HP3C; arXiv 2206.06356), repeated under equal conditions", &format!("{steps} steps"));
     say_stated(full);
     let rows = measure(&settings, &draft, &variants(args.mixed))?;
     say_tables(&rows);
@@ -260,10 +259,7 @@ fn say_work(rows: &[Row]) {
         .map(|(row, summary)| format!("{}: {}", row.name, summary.skipped_steps))
         .collect();
     if !skipped.is_empty() {
-        say(format_args!(
-            "steps skipped by loss scaling, without an update, on all ranks: {}",
-            skipped.join("; ")
-        ));
+        say(format_args!("steps skipped by loss scaling, without an update, on all ranks: {}", skipped.join("; ")));
     }
 }
 

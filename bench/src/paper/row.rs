@@ -275,7 +275,8 @@ fn problems(config: &TrainConfig, base: &TrainConfig, summary: &Run, off: Option
         ..config.clone()
     };
     if alike != *base {
-        problems.push("its configuration differs from that of the other rows in more than strategy and precision".into());
+        problems
+            .push("its configuration differs from that of the other rows in more than strategy and precision".into());
     }
     problems.extend(off);
     let steps = config.steps;

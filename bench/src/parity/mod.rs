@@ -103,7 +103,8 @@ impl<'a> Baselines<'a> {
     fn of(records: &'a [Record]) -> Result<Self, BenchError> {
         let single = |column: Column| {
             let is = |record: &&Record| record.cell.strategy == "single" && Column::of(&record.cell) == Some(column);
-            let record = records.iter().find(is).ok_or_else(|| format!("there is no run of single, {}", column.name()))?;
+            let record =
+                records.iter().find(is).ok_or_else(|| format!("there is no run of single, {}", column.name()))?;
             let measured = outcome(record).map_err(|why| format!("the baseline, single on one rank: {why}"))?;
             Ok::<_, String>((Curves::of(measured), &record.cell))
         };

@@ -55,7 +55,9 @@ pub(crate) fn run(args: &PeersArgs) -> Result<ExitCode, BenchError> {
     match &torch {
         Ok(torch) => say(format_args!("peer: PyTorch {} over Gloo", torch.version)),
         Err(why) if args.python().is_some() => {
-            say(format_args!("peer: PyTorch is left out: {why}; name a Python interpreter that has it with --peer-python"));
+            say(format_args!(
+                "peer: PyTorch is left out: {why}; name a Python interpreter that has it with --peer-python"
+            ));
         }
         Err(_) => {}
     }

@@ -74,7 +74,9 @@ fn sentences(forecasts: &[Forecast]) -> Vec<String> {
             if !is_one_device(forecast) {
                 let spare = 100.0 * (1.0 / ratio - 1.0);
                 sentence += &if spare > 0.0 {
-                    format!("; it reaches a given loss sooner than {other} if it needs less than {spare:.0} % more steps for it")
+                    format!(
+                        "; it reaches a given loss sooner than {other} if it needs less than {spare:.0} % more steps for it"
+                    )
                 } else {
                     format!("; {other} has shorter steps and needs fewer of them for the same loss")
                 };

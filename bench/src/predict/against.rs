@@ -167,10 +167,9 @@ fn sentences(pairs: &[Pair]) -> Vec<String> {
     }
     let plain = pairs.iter().map(|pair| off(pair.alpha_beta_s, pair.measured_step)).collect();
     sentences.push(summary("the step time by latency and rate alone", plain));
-    for (marked, meant) in [
-        (false, "as nine of ten should"),
-        (true, "in rows with *, which use something that was not measured"),
-    ] {
+    for (marked, meant) in
+        [(false, "as nine of ten should"), (true, "in rows with *, which use something that was not measured")]
+    {
         let steps = || pairs.iter().filter(|pair| pair.marked == marked);
         let within = steps().filter(|pair| pair.step.covers(pair.measured_step)).count();
         if steps().count() > 0 {

@@ -77,7 +77,9 @@ pub(crate) fn run(args: &CalibrateArgs) -> Result<ExitCode, BenchError> {
     let environment = Environment::read();
     say(format_args!("machine: {}", environment.one_line()));
     if let Some(busy) = machine::busy() {
-        say(format_args!("WARNING: {busy}; stop other programs and calibrate again, because they make the machine look slower than it is"));
+        say(format_args!(
+            "WARNING: {busy}; stop other programs and calibrate again, because they make the machine look slower than it is"
+        ));
     }
     let began = Instant::now();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

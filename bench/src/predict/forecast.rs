@@ -134,13 +134,16 @@ impl ForecastOptions {
             computation.push(format!("computation is assumed to be {} times as fast as recorded", self.speed));
         }
         if let Some(cores) = self.apart {
-            computation.push(format!("each rank is assumed to have a machine with {cores} cores; all were measured on one machine"));
+            computation.push(format!(
+                "each rank is assumed to have a machine with {cores} cores; all were measured on one machine"
+            ));
         }
         if cell.threads != 1 {
             computation.push(format!("{} threads in each rank; computation was measured with 1", cell.threads));
         }
         if cell.strategy == OF_TRACE {
-            computation.push("computation is taken from the trace; on what machine it was recorded is not known".into());
+            computation
+                .push("computation is taken from the trace; on what machine it was recorded is not known".into());
         } else if cell.ranks > MOST_RECORDED {
             computation.push(format!("{} ranks, of which two were recorded and stand for all", cell.ranks));
         }
@@ -242,8 +245,9 @@ fn is_predicted(cell: &Cell) -> bool {
 /// # Errors
 /// There is none, or it is none.
 fn calibration(path: &Path) -> Result<Calibration, BenchError> {
-    let about =
-        |why: &dyn std::fmt::Display| format!("--calibration {}: {why}; `bench calibrate` writes this file", path.display());
+    let about = |why: &dyn std::fmt::Display| {
+        format!("--calibration {}: {why}; `bench calibrate` writes this file", path.display())
+    };
     let text = rig::folder::read_small(path).map_err(|why| about(&why))?;
     let calibration: Calibration = serde_json::from_str(&text).map_err(|error| about(&error))?;
     if calibration.schema != predict::calibration::SCHEMA {

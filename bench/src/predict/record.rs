@@ -73,7 +73,11 @@ fn refuse_taken(out: &Path, prefixes: &[String]) -> Result<(), BenchError> {
             return Err(format!("{} holds an earlier trace; give another folder with --out", file.display()).into());
         }
         if prefixes[..index].contains(prefix) {
-            return Err(format!("two cells would be written to the same file, {}; record them separately", file.display()).into());
+            return Err(format!(
+                "two cells would be written to the same file, {}; record them separately",
+                file.display()
+            )
+            .into());
         }
     }
     Ok(())

@@ -53,11 +53,19 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<ExitCode, BenchError> {
     let mut trace = chakra::read(&args.trace)?;
     let ranks = trace.ranks.len();
     if ranks < 2 {
-        return Err(format!("{}: a trace of one rank does not communicate; give a trace of at least 2 ranks", args.trace.display()).into());
+        return Err(format!(
+            "{}: a trace of one rank does not communicate; give a trace of at least 2 ranks",
+            args.trace.display()
+        )
+        .into());
     }
     check_size(&trace, machine::available_memory()).map_err(|why| format!("{}: {why}", args.trace.display()))?;
     if args.transport.is_timing_only() || args.transport.is_threads() {
-        return Err(format!("--transport {}: it does not connect processes; choose shm, tcp-raw, tcp or quic", args.transport).into());
+        return Err(format!(
+            "--transport {}: it does not connect processes; choose shm, tcp-raw, tcp or quic",
+            args.transport
+        )
+        .into());
     }
     if args.no_compute {
         trace = trace.with_compute_scaled(0.0);

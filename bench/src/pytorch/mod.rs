@@ -92,9 +92,7 @@ impl Torch {
         network: &TestNetwork,
     ) -> Result<CellOutcome, Interrupted> {
         if job.text.tokenizer != TokenizerKind::Gpt2 {
-            return Ok(Err(Status::NotAvailable(
-                "PyTorch reads GPT-2's tokens: set tokens = true in the plan".into(),
-            )));
+            return Ok(Err(Status::NotAvailable("PyTorch reads GPT-2's tokens: set tokens = true in the plan".into())));
         }
         match self.measured(job, cell, network) {
             Ok(measured) => Ok(Ok((measured, Vec::new()))),
@@ -181,7 +179,10 @@ fn arguments(
 
 fn measured(said: Vec<TorchReport>, parameters: usize, tokens_per_step: u64) -> Result<Measured, String> {
     if let Some(other) = said.iter().find(|rank| rank.parameters != parameters) {
-        return Err(format!("PyTorch's model has {} parameters, and this program's has {parameters}", other.parameters));
+        return Err(format!(
+            "PyTorch's model has {} parameters, and this program's has {parameters}",
+            other.parameters
+        ));
     }
     let step_ms = said.iter().map(|rank| rank.step_ms).fold(0.0, f64::max);
     let steps = said.iter().map(|rank| rank.losses.len()).min().unwrap_or(0);

@@ -90,7 +90,10 @@ pub(super) fn left_out(cell: &Cell, ranks: usize, machines: &[Machine]) -> Optio
         return Some(format!("the launcher has started {ranks} ranks, and the cell has another number"));
     }
     if cell.link != LOOPBACK && cell.link != NETWORK {
-        return Some("emulated links exist on one machine only, and the ranks of a launcher use the machines' own network".into());
+        return Some(
+            "emulated links exist on one machine only, and the ranks of a launcher use the machines' own network"
+                .into(),
+        );
     }
     if cell.program.is_pytorch() {
         return Some("PyTorch's ranks can only be started by this program, without a launcher".into());

@@ -30,6 +30,7 @@ use rig::training::{CellRun, FOLDER, LaunchedRanks, TextSource};
 use serde::{Deserialize, Serialize};
 
 use crate::budget::budget;
+use crate::links::keep_possible;
 use crate::plan::{Draft, Plan, READY};
 use crate::prices::price_list;
 use crate::pytorch::Torch;
@@ -115,7 +116,9 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         return Ok(ExitCode::SUCCESS);
     }
     if plan.tokens && args.data.is_some() {
-        return Err("--data: this plan trains on random tokens (tokens = true); leave out --data, or change the plan".into());
+        return Err(
+            "--data: this plan trains on random tokens (tokens = true); leave out --data, or change the plan".into()
+        );
     }
     debug::refuse(args.allow_debug, debug::NO_TIMINGS)?;
     let launched = job.map(|job| launched::meet(job, &plan, &text)).transpose()?;
@@ -166,9 +169,9 @@ fn prepare(
     debug::refuse_timings(args.allow_debug)?;
     if launched.is_none() && plan.cells.iter().any(networks::needs_namespaces) {
         gain_namespaces();
-        if let Some(why) = TestNetwork::unavailable() {
-            say(format_args!("cells over links other than loopback cannot run here and are left out: {why}"));
-        }
+        keep_possible(
+            &mut plan.cells.iter().map(|cell| cell.link.clone()).collect::<BTreeSet<_>>().into_iter().collect(),
+        );
     }
     let signals = Signals::catch()?;
     let out = results_folder(args.out.clone(), &plan.name)?;
@@ -295,7 +298,10 @@ impl Header {
         };
         let other = |name: &str, what: &str| {
             let path = out.join(name);
-            format!("{} has another {what}; give those of that sweep to continue it, or begin a new sweep in another folder", path.display())
+            format!(
+                "{} has another {what}; give those of that sweep to continue it, or begin a new sweep in another folder",
+                path.display()
+            )
         };
         if read(PLAN)? != self.plan {
             return Err(other(PLAN, "plan than the one given").into());

@@ -259,9 +259,13 @@ fn lin_switches_on_one_thing_after_the_other() {
     for row in &rows[1..6] {
         assert!(row["loss_difference"].as_f64().unwrap() < 2e-2, "{}", row["name"]);
     }
-    for part in
-        ["of the row before", "efficiency", "two phases", "What BERT has and this run does not", "an ordinary network is enough"]
-    {
+    for part in [
+        "of the row before",
+        "efficiency",
+        "two phases",
+        "What BERT has and this run does not",
+        "an ordinary network is enough",
+    ] {
         assert!(text.contains(part), "{part} is missing: {text}");
     }
     let pictures = ["throughput.svg", "exposed.svg", "scaling.svg", "loss-against-time.svg"];
@@ -295,10 +299,7 @@ fn a_row_that_cannot_run_is_told_and_fails_the_program() {
     let output = bench(&arguments, folder.path());
     let text = said(&output);
     assert!(!output.status.success(), "{text}");
-    assert!(
-        text.contains("ROW FAILED") && !text.contains("all checks hold") && !text.contains("panicked"),
-        "{text}"
-    );
+    assert!(text.contains("ROW FAILED") && !text.contains("all checks hold") && !text.contains("panicked"), "{text}");
 }
 
 #[test]

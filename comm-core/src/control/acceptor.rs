@@ -235,10 +235,8 @@ impl RejectedConnections {
 
     /// The other end of `send_half` knows the secret, but has been refused.
     pub(super) fn note_refusal(&mut self, send_half: &SendHalf, why: &str) {
-        let addr = send_half
-            .stream()
-            .peer_addr()
-            .map_or_else(|_| "an unknown address".to_string(), |addr| addr.to_string());
+        let addr =
+            send_half.stream().peer_addr().map_or_else(|_| "an unknown address".to_string(), |addr| addr.to_string());
         self.add(ReasonRank::Refusal, || format!("{addr}: {why}"));
     }
 

@@ -67,7 +67,9 @@ pub(super) fn where_it_listens(address: &Address, listeners: &[TcpListener]) -> 
         Address::Tcp { host, .. } if is_local => {
             let why = match host.parse::<IpAddr>() {
                 Ok(_) => String::new(),
-                Err(_) => format!(": on this machine the name {host} has no other address of this machine (see /etc/hosts)"),
+                Err(_) => {
+                    format!(": on this machine the name {host} has no other address of this machine (see /etc/hosts)")
+                }
             };
             format!("{what} (ranks on other machines cannot reach that{why})")
         }

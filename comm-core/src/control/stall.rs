@@ -318,7 +318,10 @@ mod tests {
         let elsewhere = LaneActivity { lane: 0, ..doing(7, true) };
         let report = StallReport::new(0, doing(7, true), &[Some(vec![doing(7, true)]), Some(vec![elsewhere.clone()])]);
         assert_eq!(report.on_another_lane, Some((1, elsewhere)));
-        assert!(report.to_string().contains("rank 1 has called it on lane 0, so the two calls can never match"), "{report}");
+        assert!(
+            report.to_string().contains("rank 1 has called it on lane 0, so the two calls can never match"),
+            "{report}"
+        );
         let same = StallReport::new(0, doing(7, true), &[None, Some(vec![doing(7, true)]), Some(vec![doing(8, true)])]);
         assert_eq!(same.on_another_lane, None);
     }

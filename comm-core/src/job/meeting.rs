@@ -141,18 +141,16 @@ fn host_of_rank_0(vars: Vars<'_>, launcher: &Launcher) -> Result<Option<(String,
         // A step of theirs holds daemons of the launcher, which need not be on the first machine.
         Source::OpenMpi | Source::Mpich | Source::Pmix => first_host(vars, &["SLURM_JOB_NODELIST"])?,
         Source::LeaderWorkerSet => text("LWS_LEADER_ADDRESS"),
-        Source::Kubernetes => {
-            match (text("JOBSET_COORDINATOR"), vars.text("JOBSET_NAME")) {
-                (Some(found), _) => Some(found),
-                (None, Some(set)) => {
-                    let job = vars.text("REPLICATED_JOB_NAME").ok_or_else(|| {
+        Source::Kubernetes => match (text("JOBSET_COORDINATOR"), vars.text("JOBSET_NAME")) {
+            (Some(found), _) => Some(found),
+            (None, Some(set)) => {
+                let job = vars.text("REPLICATED_JOB_NAME").ok_or_else(|| {
                     Error::invalid("JOBSET_NAME is set, but REPLICATED_JOB_NAME, which is part of the name of rank 0's pod, is not")
                 })?;
-                    Some((format!("{set}-{job}-0-0.{set}"), "JOBSET_NAME and REPLICATED_JOB_NAME".into()))
-                }
-                (None, None) => None,
+                Some((format!("{set}-{job}-0-0.{set}"), "JOBSET_NAME and REPLICATED_JOB_NAME".into()))
             }
-        }
+            (None, None) => None,
+        },
         Source::Program | Source::Launch | Source::Hand | Source::Torchrun | Source::Kubeflow => None,
     })
 }

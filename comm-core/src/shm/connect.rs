@@ -165,7 +165,10 @@ fn open(theirs: &PeerInfo, here: &MachineId, layout: Layout, proof: &[u8; PROOF_
         return Err("it runs on another machine; choose a transport that connects machines, such as tcp or quic".into());
     }
     if theirs.machine.pid_namespace != here.pid_namespace {
-        return Err("it runs in another PID namespace, such as that of another container; start all ranks in the same one".into());
+        return Err(
+            "it runs in another PID namespace, such as that of another container; start all ranks in the same one"
+                .into(),
+        );
     }
     let path = format!("/proc/{}/fd/{}", theirs.process, theirs.descriptor);
     let unreachable = |error: std::io::Error| match descriptors::ran_out(&error) {

@@ -448,7 +448,9 @@ impl Saved {
         let unreadable = |error: serde_json::Error| foreign(format!("its {STATE} is unreadable: {error}"));
         match fs::metadata(&path) {
             Ok(found) if found.is_file() && found.len() <= MAX_STATE => {}
-            Ok(_) => return Err(foreign(format!("its {STATE} is not a regular file of at most {} MiB", MAX_STATE >> 20))),
+            Ok(_) => {
+                return Err(foreign(format!("its {STATE} is not a regular file of at most {} MiB", MAX_STATE >> 20)));
+            }
             Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
                 return Err(foreign(format!("there is no {STATE} in it")));
             }

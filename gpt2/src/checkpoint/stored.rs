@@ -264,7 +264,9 @@ impl StoredWeights {
             self.read(*tokens, start, &mut ours[..count])?;
             self.read(head, start, &mut theirs[..count])?;
             if ours[..count].iter().zip(&theirs[..count]).any(|(a, b)| a.to_bits() != b.to_bits()) {
-                let detail = format!("its {HEAD:?} differs from its {TOKENS:?}: the weights of its head and its embedding are not tied");
+                let detail = format!(
+                    "its {HEAD:?} differs from its {TOKENS:?}: the weights of its head and its embedding are not tied"
+                );
                 return Err(CheckpointError::Unsupported { path: self.path.clone(), detail });
             }
         }
@@ -307,7 +309,9 @@ impl Location {
             return Ok(Location::Index(index));
         }
         let pickle = if path.join(PICKLE).exists() {
-            format!("; its {PICKLE} is not opened, because a pickle can run code: let transformers save the model as safetensors")
+            format!(
+                "; its {PICKLE} is not opened, because a pickle can run code: let transformers save the model as safetensors"
+            )
         } else {
             String::new()
         };
@@ -424,8 +428,8 @@ fn read_index(index: &Path, folder: &Path) -> Result<(Vec<SourceFile>, BTreeMap<
         weight_map: BTreeMap<String, String>,
     }
     let text = read_short(index)?;
-    let Index { weight_map } =
-        serde_json::from_slice(&text).map_err(|error| foreign(index, format!("it is not an index of tensors: {error}")))?;
+    let Index { weight_map } = serde_json::from_slice(&text)
+        .map_err(|error| foreign(index, format!("it is not an index of tensors: {error}")))?;
     let names: BTreeSet<&String> = weight_map.values().collect();
     let mut files = Vec::with_capacity(names.len());
     for name in &names {

@@ -104,7 +104,8 @@ pub(super) fn identify(folder: &Path, vocab_size: usize) -> Result<Option<Tokeni
             tokenizer.vocab_size()
         ))),
         None => {
-            let detail = format!("its tokenizer, of {} tokens, is not one of GPT-2's, bytes or characters", tokens.len());
+            let detail =
+                format!("its tokenizer, of {} tokens, is not one of GPT-2's, bytes or characters", tokens.len());
             Err(CheckpointError::Unsupported { path, detail })
         }
     }

@@ -53,9 +53,7 @@ impl LoadProgress {
                 return;
             }
             Stage::Restored => {
-                complain(
-                    "warning: a killed run had moved the old shards out of their folder; they were moved back",
-                );
+                complain("warning: a killed run had moved the old shards out of their folder; they were moved back");
                 return;
             }
         };

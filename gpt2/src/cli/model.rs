@@ -54,7 +54,9 @@ pub(super) fn tokenizer_of(stored: &StoredWeights, asked: Option<TokenizerKind>)
             return Err(format!("--tokenizer chars: the files in {path} do not list the model's characters").into());
         }
         (None, None) => {
-            return Err(format!("the files in {path} do not name the model's tokenizer; name it with --tokenizer").into());
+            return Err(
+                format!("the files in {path} do not name the model's tokenizer; name it with --tokenizer").into()
+            );
         }
     };
     check_vocabulary(stored, &tokenizer)?;

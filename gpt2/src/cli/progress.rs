@@ -56,7 +56,9 @@ impl Progress {
         let path = folder.join(EVENTS);
         match EventFile::create(&path) {
             Ok(events) => self.events = Some(events),
-            Err(error) => self.warn(format_args!("no event file for TensorBoard is written: {}: {error}", path.display())),
+            Err(error) => {
+                self.warn(format_args!("no event file for TensorBoard is written: {}: {error}", path.display()))
+            }
         }
     }
 

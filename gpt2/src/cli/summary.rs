@@ -27,7 +27,10 @@ pub(super) fn print(summary: &Summary) {
         say(format!("skipped: {} steps whose gradients had overflowed", summary.skipped_steps));
     }
     if let Some(step) = summary.resumed_at {
-        say(format!("resumed after step {step}: the figures are those of the {} steps since then", summary.losses.len()));
+        say(format!(
+            "resumed after step {step}: the figures are those of the {} steps since then",
+            summary.losses.len()
+        ));
     }
     let Restarts { count, steps_lost } = summary.restarts;
     if count > 0 {

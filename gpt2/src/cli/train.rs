@@ -308,8 +308,11 @@ pub(super) struct TrainArgs {
 
 /// The help text of `--strategy`.
 fn strategies() -> String {
-    format!("How ranks share a training step: {}. The pages \"Strategies\" and \"Strategies for slow networks\" of the book describe \
-        them", StrategyKind::names(", "))
+    format!(
+        "How ranks share a training step: {}. The pages \"Strategies\" and \"Strategies for slow networks\" of the book describe \
+        them",
+        StrategyKind::names(", ")
+    )
 }
 
 /// The help text of an option that some strategies have.
@@ -881,7 +884,10 @@ fn check_counts(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<(),
     }
     args.strategy.check_lanes(lanes, ranks)?;
     if ranks_here > MAX_RANKS_HERE {
-        return Err(format!("{ranks_here} ranks on one machine, and at most {MAX_RANKS_HERE} are possible; see --nproc").into());
+        return Err(format!(
+            "{ranks_here} ranks on one machine, and at most {MAX_RANKS_HERE} are possible; see --nproc"
+        )
+        .into());
     }
     if args.threads.is_some_and(|threads| threads == 0 || threads > MAX_THREADS) {
         return Err(format!("--threads must be from 1 to {MAX_THREADS}").into());
@@ -894,7 +900,11 @@ fn optimizer(args: &TrainArgs) -> Result<OptimizerConfig, CliError> {
     let of_moments =
         [("--beta1", args.beta1.is_some()), ("--beta2", args.beta2.is_some()), ("--epsilon", args.epsilon.is_some())];
     if let Some((name, _)) = of_moments.iter().find(|(_, given)| *given && !args.optimizer.has_moments()) {
-        return Err(format!("{name} is for optimizers that keep moments (adamw, lamb), not for --optimizer {}", args.optimizer).into());
+        return Err(format!(
+            "{name} is for optimizers that keep moments (adamw, lamb), not for --optimizer {}",
+            args.optimizer
+        )
+        .into());
     }
     let usual = OptimizerConfig::of(args.optimizer);
     let optimizer = OptimizerConfig {

@@ -60,8 +60,10 @@ pub(super) fn known(bytes: &[u8]) -> Option<Format> {
 
 /// What a `.bin` file looks like that holds no 16-bit ids.
 pub(super) fn not_ids(bytes: &[u8]) -> Option<Format> {
-    let plain =
-        || looks_like_text(bytes).then_some(Format { name: "plain text", advice: "if it is text, give it a name that ends with .txt" });
+    let plain = || {
+        looks_like_text(bytes)
+            .then_some(Format { name: "plain text", advice: "if it is text, give it a name that ends with .txt" })
+    };
     known(bytes).or_else(|| wide_numbers(bytes)).or_else(plain)
 }
 

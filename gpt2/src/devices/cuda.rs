@@ -102,7 +102,10 @@ impl ToolkitPaths {
             },
         };
         Problem::new(
-            format!("NVRTC, which compiles the kernels, is missing: the loader finds none of {}", crate::sys::listed(names)),
+            format!(
+                "NVRTC, which compiles the kernels, is missing: the loader finds none of {}",
+                crate::sys::listed(names)
+            ),
             remedy,
         )
     }

@@ -43,7 +43,10 @@ mod tests {
         let lost = "The device is poisoned\nCaused by:\n  A launch error happened\nCaused by:\n  The device was poisoned during launch\n\
                     Caused by:\n  cuLaunchKernel failed with status 700\nBacktrace:\nNo backtrace available";
         let said = reason(lost);
-        assert!(said.starts_with("cuLaunchKernel failed with status 700; this process can no longer use the GPU"), "{said}");
+        assert!(
+            said.starts_with("cuLaunchKernel failed with status 700; this process can no longer use the GPU"),
+            "{said}"
+        );
         assert_eq!(reason("one line"), "one line");
         assert_eq!(reason("two\nlines"), "two; lines");
         assert_eq!(reason(""), "");

@@ -429,7 +429,10 @@ mod tests {
         let before = scaler.clone();
         let error = end_step(&mut scaler, true).unwrap_err();
         assert_eq!((error, &scaler), (ScalingError::AtMinimum { what: Overflow::Gradient }, &before));
-        assert!(error.to_string().contains("a gradient is not finite although the loss scale is at its minimum, 1"), "{error}");
+        assert!(
+            error.to_string().contains("a gradient is not finite although the loss scale is at its minimum, 1"),
+            "{error}"
+        );
         let error = scaler.update(Some(Overflow::Loss)).unwrap_err();
         assert!(error.to_string().starts_with("the loss is not finite"), "{error}");
         assert_eq!(end_step(&mut scaler, false), Ok(false), "a good step goes on");

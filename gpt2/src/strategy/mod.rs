@@ -262,7 +262,10 @@ impl StrategyOptions {
         let why = match kind {
             _ if scaling == LossScaling::Off => return Ok(()),
             _ if self.compress.is_on() => {
-                format!("--compress {}, which carries gradients over to the next step, where the scale may differ", self.compress)
+                format!(
+                    "--compress {}, which carries gradients over to the next step, where the scale may differ",
+                    self.compress
+                )
             }
             StrategyKind::AsyncPs => format!("--strategy {kind}, in which each rank would have a scale of its own"),
             _ => return Ok(()),

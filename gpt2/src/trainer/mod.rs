@@ -594,9 +594,10 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
                         return Err(save::stopped(&report));
                     }
                 }
-                Err(error @ TrainError::Saved(_)) if !leaves => {
-                    observer.warning(&format!("step {}: no checkpoint could be saved, and the run continues: {error}", step + 1))
-                }
+                Err(error @ TrainError::Saved(_)) if !leaves => observer.warning(&format!(
+                    "step {}: no checkpoint could be saved, and the run continues: {error}",
+                    step + 1
+                )),
                 Err(error) => return Err(error),
             }
         }

@@ -140,7 +140,10 @@ mod tests {
         assert_eq!((peaks.matrix_share(60e9), peaks.mfu(0.5)), (0.5, Some(0.3)));
         assert!(peaks.mfu_formula().ends_with("200.0 GFLOP/s = 2 core(s) × 100 GFLOP/s"), "{}", peaks.mfu_formula());
         let said = peaks.matrix_formula(&Device::flex(), Precision::F32);
-        assert!(said.contains("60.0 MFLOP a token") && said.contains("120.0 GFLOP/s, which the 2 computing rank(s)"), "{said}");
+        assert!(
+            said.contains("60.0 MFLOP a token") && said.contains("120.0 GFLOP/s, which the 2 computing rank(s)"),
+            "{said}"
+        );
     }
 
     #[test]

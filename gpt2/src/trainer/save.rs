@@ -295,10 +295,7 @@ fn as_told(mine: &impl Serialize) -> Result<String, String> {
     const ENVELOPE: usize = 64;
     let json = serde_json::to_string(mine).map_err(|error| error.to_string())?;
     if json.len() > MAX_BLOB - ENVELOPE {
-        return Err(format!(
-            "the list of written files has {} bytes, and at most {MAX_BLOB} are possible",
-            json.len()
-        ));
+        return Err(format!("the list of written files has {} bytes, and at most {MAX_BLOB} are possible", json.len()));
     }
     Ok(json)
 }

@@ -42,7 +42,9 @@ impl Profile {
         }
         let text = BUILT_IN.iter().find_map(|(known, text)| (*known == name).then_some(text)).ok_or_else(|| {
             let names = Profile::names().collect::<Vec<_>>().join(", ");
-            format!("unknown link '{name}', expected one of {names}, or the path of a profile file, which ends with .toml")
+            format!(
+                "unknown link '{name}', expected one of {names}, or the path of a profile file, which ends with .toml"
+            )
         })?;
         profile_file::parse(name, &format!("{name}.toml"), text)
     }

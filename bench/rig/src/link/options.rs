@@ -81,7 +81,9 @@ impl FromStr for LinkOptions {
             Some((link, congestion)) => (link, Some(congestion.to_string())),
             None => (name, None),
         };
-        let (rate, mtu) = link.split_once(MTU_IS).ok_or_else(|| format!("`{name}` is not a rate with an MTU, such as 1gbit,mtu=1500"))?;
+        let (rate, mtu) = link
+            .split_once(MTU_IS)
+            .ok_or_else(|| format!("`{name}` is not a rate with an MTU, such as 1gbit,mtu=1500"))?;
         let RateLimit(rate) = rate.parse()?;
         let mtu = mtu.parse().map_err(|_| format!("`{name}`: `{mtu}` is not a size of a packet"))?;
         let options = LinkOptions { rate, mtu, congestion };

@@ -197,7 +197,9 @@ impl PipeText {
             pipe.reorder_probability = share(&reorder.share).map_err(|why| format!("{key}.reorder.share: {why}"))?;
             pipe.reorder_by = time(&reorder.by).map_err(|why| format!("{key}.reorder.by: {why}"))?;
             if pipe.reorder_by.is_zero() {
-                return Err(format!("{key}.reorder.by: it must be above 0, because packets without extra delay keep their order"));
+                return Err(format!(
+                    "{key}.reorder.by: it must be above 0, because packets without extra delay keep their order"
+                ));
             }
         }
         Ok(pipe)

@@ -94,7 +94,9 @@ impl Choices {
             ));
         }
         if !block.is_multiple_of(SHORTER) {
-            return Err(format!("sequences of {block} tokens cannot be cut into four equal parts; choose another --preset"));
+            return Err(format!(
+                "sequences of {block} tokens cannot be cut into four equal parts; choose another --preset"
+            ));
         }
         Ok(())
     }
@@ -148,7 +150,8 @@ impl Choices {
             .enumerate()
             .map(|(number, (name, values))| (Part::Ladder(number), name, values))
             .collect();
-        let one = |part, sequences| (part, "one device, all optimizations".into(), with(&[single.clone(), batch(sequences)]));
+        let one =
+            |part, sequences| (part, "one device, all optimizations".into(), with(&[single.clone(), batch(sequences)]));
         parts.push(one(Part::Strong(1), self.batch));
         parts.push(one(Part::Weak(1), self.share()));
         for ranks in &self.scale_ranks {

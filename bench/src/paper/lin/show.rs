@@ -122,7 +122,9 @@ fn phases(found: &Found) {
             ]);
         }
     }
-    say("\ntwo phases, with all optimizations: the same number of tokens in a step, in the first phase in shorter sequences");
+    say(
+        "\ntwo phases, with all optimizations: the same number of tokens in a step, in the first phase in shorter sequences",
+    );
     say(table(&header, &lines, 2));
 }
 

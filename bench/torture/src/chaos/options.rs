@@ -138,7 +138,10 @@ impl ChaosArgs {
         };
         self.list(&mut settings);
         if settings.cells.is_empty() {
-            let why = settings.left_out.first().map_or("no fault, collective, transport or moment was chosen", |(.., why)| why);
+            let why = settings
+                .left_out
+                .first()
+                .map_or("no fault, collective, transport or moment was chosen", |(.., why)| why);
             return Err(format!("there is no cell to run: {why}").into());
         }
         Ok(settings)

@@ -50,8 +50,12 @@ pub(crate) fn run(args: &HostileArgs) -> Result<ExitCode, BenchError> {
     let settings = args.check()?;
     say(format_args!("text: {}", settings.corpus.describe()));
     say(format_args!("machine: {}", Environment::read().one_line()));
-    say("hostile: strangers attack the ports of jobs that train. They run on this machine's cores too, so steps also take longer because of that");
-    say("tcp is attacked with its gate only: without it the ZeroMQ library allocates whatever length a frame announces, and aborts");
+    say(
+        "hostile: strangers attack the ports of jobs that train. They run on this machine's cores too, so steps also take longer because of that",
+    );
+    say(
+        "tcp is attacked with its gate only: without it the ZeroMQ library allocates whatever length a frame announces, and aborts",
+    );
     let mut file = settings.out.as_ref().map(|out| Lines::create(&out.join("hostile.jsonl"))).transpose()?;
     let recipes = Recipes::collect()?;
     let steps = calibrate(&settings)?;

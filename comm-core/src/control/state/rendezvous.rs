@@ -65,7 +65,8 @@ impl State {
         } else if let Some(error) = &self.decided {
             Some(format!("rank {rank} connected after the job had failed: {error}"))
         } else if hello.world_size as usize != self.world_size {
-            let why = format!("rank {rank} was started for {} ranks, and rank 0 for {}", hello.world_size, self.world_size);
+            let why =
+                format!("rank {rank} was started for {} ranks, and rank 0 for {}", hello.world_size, self.world_size);
             self.fail_rendezvous(&why);
             Some(why)
         } else if rank == 0 || rank >= self.world_size || self.send_half(rank).is_some() {

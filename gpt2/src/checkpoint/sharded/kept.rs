@@ -86,7 +86,9 @@ impl KeptIndex {
                 let place = place.ok_or_else(|| format!("its model has no segment {segment:?}"))?;
                 let whose = || file.rank.filter(|rank| *rank < state.ranks);
                 let own = match what {
-                    Kept::Left => Some(whose().ok_or_else(|| format!("{} does not say to which rank it belongs", file.name))?),
+                    Kept::Left => {
+                        Some(whose().ok_or_else(|| format!("{} does not say to which rank it belongs", file.name))?)
+                    }
                     _ => None,
                 };
                 index.entry((*what, own, place)).or_default().push((*start..start.saturating_add(*len), number));

@@ -181,9 +181,8 @@ impl Place<'_> {
             }
             self.line += 1;
             if read > LONGEST {
-                return Err(
-                    self.wrong(format!("a line has more than {} MiB; each line must be one JSON object", LONGEST >> 20))
-                );
+                return Err(self
+                    .wrong(format!("a line has more than {} MiB; each line must be one JSON object", LONGEST >> 20)));
             }
             let line = bytes.trim_ascii();
             let line = if self.line == 1 { line.strip_prefix(b"\xef\xbb\xbf").unwrap_or(line) } else { line };
@@ -212,7 +211,8 @@ fn string_in(object: &[u8], field: &str) -> Result<String, String> {
         match object.first() {
             Some(b'{') => format!("{what}, at column {}", error.column()),
             Some(b'[') => {
-                "it is a JSON array, and each line must be one JSON object; `jq -c '.[]'` makes lines of an array".into()
+                "it is a JSON array, and each line must be one JSON object; `jq -c '.[]'` makes lines of an array"
+                    .into()
             }
             _ => format!("not a JSON object, which each line must be ({what})"),
         }
@@ -246,7 +246,9 @@ impl<'de> Visitor<'de> for Field<'_> {
                 map.next_value::<IgnoredAny>()?;
             }
         }
-        found.ok_or_else(|| A::Error::custom(format_args!("no field '{}'; name the field of the text with --field", self.0)))
+        found.ok_or_else(|| {
+            A::Error::custom(format_args!("no field '{}'; name the field of the text with --field", self.0))
+        })
     }
 }
 

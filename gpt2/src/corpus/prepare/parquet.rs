@@ -19,13 +19,16 @@ impl Place<'_> {
         let columns = 0..schema.num_columns();
         let Some(column) = columns.clone().find(|column| schema.column(*column).path().string() == field) else {
             let names: Vec<String> = columns.map(|column| schema.column(column).path().string()).collect();
-            return Err(
-                self.whole(format!("no column '{field}', only {}; name the column of the text with --field", names.join(", ")))
-            );
+            return Err(self.whole(format!(
+                "no column '{field}', only {}; name the column of the text with --field",
+                names.join(", ")
+            )));
         };
         let description = schema.column(column);
         if description.physical_type() != Type::BYTE_ARRAY || description.max_rep_level() > 0 {
-            return Err(self.whole(format!("the column '{field}' does not hold strings; name the column of the text with --field")));
+            return Err(self.whole(format!(
+                "the column '{field}' does not hold strings; name the column of the text with --field"
+            )));
         }
         for group in 0..reader.num_row_groups() {
             let group = reader.get_row_group(group).map_err(|error| self.broken(&error))?;
@@ -159,7 +162,11 @@ mod tests {
                 .to_string()
         };
         write(&path, &[&[Some("one"), Some("two")], &[Some("three"), None]], Compression::SNAPPY);
-        assert!(said(&options()).contains("a.parquet, row 4: it holds null instead of a string"), "{}", said(&options()));
+        assert!(
+            said(&options()).contains("a.parquet, row 4: it holds null instead of a string"),
+            "{}",
+            said(&options())
+        );
         let other = |field: &str| said(&PrepareOptions { field: field.into(), ..options() });
         assert!(other("body").contains("no column 'body', only id, text"), "{}", other("body"));
         assert!(other("id").contains("does not hold strings"), "{}", other("id"));

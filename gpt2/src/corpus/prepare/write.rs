@@ -116,8 +116,9 @@ fn real(given: &Path) -> Result<PathBuf, PrepareError> {
     let target = match given.canonicalize() {
         Ok(target) => target,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return named(given)
-                .ok_or_else(|| refused("the symbolic link points to a folder that does not exist; create that folder, or give another"));
+            return named(given).ok_or_else(|| {
+                refused("the symbolic link points to a folder that does not exist; create that folder, or give another")
+            });
         }
         Err(source) => return Err(PrepareError::Write { path: given.to_owned(), source }),
     };
@@ -130,9 +131,7 @@ fn real(given: &Path) -> Result<PathBuf, PrepareError> {
         None => true,
     };
     if is_mounted {
-        return Err(refused(
-            "it is a mount point, which another folder cannot replace; give a new folder inside it",
-        ));
+        return Err(refused("it is a mount point, which another folder cannot replace; give a new folder inside it"));
     }
     Ok(target)
 }

@@ -76,10 +76,7 @@ impl Counters {
         let all = || self.ends.iter().enumerate();
         let down = all().filter_map(|(end, of)| Some((end, late(&of.down, shortest_up)?))).collect();
         if let Some((end, us)) = worst(down) {
-            why.push(format!(
-                "1 % of the packets to end {end} arrived more than {:.1} ms too late",
-                us / 1e3
-            ));
+            why.push(format!("1 % of the packets to end {end} arrived more than {:.1} ms too late", us / 1e3));
         }
         let up = all().filter_map(|(end, of)| Some((end, late(&of.up, shortest_down)?))).collect();
         if let Some((end, us)) = worst(up) {

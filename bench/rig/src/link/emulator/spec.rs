@@ -86,12 +86,7 @@ impl EmulatorSpec {
     /// What cannot be, for the user.
     pub(crate) fn check(&self) -> Result<(), String> {
         if !MTU.contains(&self.mtu) {
-            return Err(format!(
-                "a link's MTU of {} bytes must be from {} to {}",
-                self.mtu,
-                MTU.start(),
-                MTU.end()
-            ));
+            return Err(format!("a link's MTU of {} bytes must be from {} to {}", self.mtu, MTU.start(), MTU.end()));
         }
         if !(2..=MOST_ENDS).contains(&self.ends.len()) {
             return Err(format!("an emulated link can have 2 to {MOST_ENDS} ends, not {}", self.ends.len()));
@@ -281,7 +276,10 @@ mod tests {
             assert!(refused(|spec| spec.ends[0].address = address.into()).contains("not an address of a host"));
         }
         for name in ["", "../x", "a/b", "-a", "a b", ".."] {
-            assert!(refused(|spec| spec.ends[0].namespace = name.into()).contains("not the name of a network"), "{name}");
+            assert!(
+                refused(|spec| spec.ends[0].namespace = name.into()).contains("not the name of a network"),
+                "{name}"
+            );
             assert!(refused(|spec| spec.ends[0].device = name.into()).contains("not the name of a device"), "{name}");
         }
         assert!(refused(|spec| spec.ends[0].device = "sixteen-letters-".into()).contains("1 to 15"));
