@@ -42,8 +42,7 @@ use clap::{CommandFactory, Parser};
 use comm_core::job::Job;
 use gpt2::cli::{complain, say};
 use gpt2::memory::{Category, set_thread_default};
-use rig::link::{TestNetwork, gain_namespaces};
-use rig::record::LOOPBACK;
+use rig::link::gain_namespaces;
 use rig::{BenchError, debug, machine, outcome, rank};
 
 use args::{Args, Command};
@@ -134,14 +133,9 @@ fn run(args: &Args) -> Result<ExitCode, BenchError> {
         gain_namespaces();
     }
     let mut setup = args.check()?;
-    if args.goes_over_links()
-        && let Some(why) = TestNetwork::unavailable()
-    {
-        setup.links.retain(|link| link == LOOPBACK);
-        if setup.links.is_empty() {
-            return Err(format!("--links: {why}").into());
-        }
-        say(format_args!("only loopback is measured, because emulated links are not possible here: {why}"));
+    links::keep_possible(&mut setup.links);
+    if setup.links.is_empty() {
+        return Err("--links: none of these links is possible here; loopback always is".into());
     }
     if let Some(busy) = machine::busy() {
         say(format_args!(

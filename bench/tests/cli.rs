@@ -124,7 +124,7 @@ fn links_are_measured_where_there_can_be_some_and_the_answer_fits_the_screen() {
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
     let rows = rows(&folder.path().join("results/results.jsonl"));
-    let alone = said.contains("only loopback is measured, because");
+    let alone = said.contains("lan-1g: nothing is measured over this link, because");
     // Memory goes over no link, and without time there is one round.
     assert_eq!(rows.len(), if alone { 4 } else { 6 }, "{said}");
     assert!(rows.iter().all(|row| row["round"] == 1 && row["status"]["kind"] == "ok"), "{said}");

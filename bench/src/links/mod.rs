@@ -11,6 +11,7 @@ mod interface;
 mod judge;
 mod measure;
 mod options;
+mod possible;
 mod rank;
 mod report;
 mod transport;
@@ -26,6 +27,7 @@ use rig::link::{self, Profile, TestNetwork};
 use rig::signal::Signals;
 
 pub(crate) use options::LinksArgs;
+pub(crate) use possible::keep_possible;
 pub(crate) use rank::Task;
 
 use measure::Bench;

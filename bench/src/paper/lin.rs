@@ -12,13 +12,14 @@ use gpt2::config::Preset;
 use gpt2::optim::OptimizerKind;
 use gpt2::tokenizer::TokenizerKind;
 use rig::BenchError;
-use rig::link::{Profile, TestNetwork, gain_namespaces};
+use rig::link::{Profile, gain_namespaces};
 use rig::record::LOOPBACK;
 
 use super::options::{LinArgs, Settings, Size};
 use super::row::Row;
 use super::rows::{records, say_files};
 use super::text::paragraph;
+use crate::links::keep_possible;
 use crate::plan::Draft;
 use cells::Choices;
 use found::Found;
@@ -94,13 +95,12 @@ fn links(wanted: &[String]) -> Result<Vec<String>, BenchError> {
     }
     // Before there is a second thread.
     gain_namespaces();
-    match TestNetwork::unavailable() {
-        None => Ok(wanted.to_vec()),
-        Some(why) => {
-            say(format_args!("only loopback is measured, because emulated links are not possible here: {why}"));
-            Ok(vec![LOOPBACK.into()])
-        }
+    let mut links = wanted.to_vec();
+    keep_possible(&mut links);
+    if links.is_empty() {
+        links.push(LOOPBACK.into());
     }
+    Ok(links)
 }
 
 /// LAMB's own rule for its learning rate, 6.25e-4 at 512 sequences and as the root of their number (You et al. 2020, arXiv 1904.00962), gives 3e-4

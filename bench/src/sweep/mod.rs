@@ -30,6 +30,7 @@ use rig::training::{CellRun, FOLDER, LaunchedRanks, TextSource};
 use serde::{Deserialize, Serialize};
 
 use crate::budget::budget;
+use crate::links::keep_possible;
 use crate::plan::{Draft, Plan, READY};
 use crate::prices::price_list;
 use crate::pytorch::Torch;
@@ -168,9 +169,9 @@ fn prepare(
     debug::refuse_timings(args.allow_debug)?;
     if launched.is_none() && plan.cells.iter().any(networks::needs_namespaces) {
         gain_namespaces();
-        if let Some(why) = TestNetwork::unavailable() {
-            say(format_args!("cells over links other than loopback cannot run here and are left out: {why}"));
-        }
+        keep_possible(
+            &mut plan.cells.iter().map(|cell| cell.link.clone()).collect::<BTreeSet<_>>().into_iter().collect(),
+        );
     }
     let signals = Signals::catch()?;
     let out = results_folder(args.out.clone(), &plan.name)?;

@@ -49,7 +49,7 @@ impl TestNetworks {
             Entry::Occupied(old) => old.into_mut(),
             Entry::Vacant(new) => match make(new.key(), self.probe) {
                 Ok(made) => new.insert(made),
-                Err(RunError::Failed(why)) if TestNetwork::unavailable().is_some() => {
+                Err(RunError::Failed(why)) if is_unavailable(new.key()) => {
                     self.unavailable.insert(new.key().clone(), why.clone());
                     return Ok(Err(Status::NotAvailable(why)));
                 }
@@ -71,6 +71,12 @@ fn make((link, ends, congestion): &Key, probe: bool) -> Result<(TestNetwork, Opt
     let network = TestNetwork::new(&Profile::find(link)?, *ends, congestion.as_deref())?;
     let probe = if probe { Probe::of(&network)? } else { None };
     Ok((network, probe))
+}
+
+/// Whether this machine cannot have it. Loopback with a congestion control of its own is in a namespace, too.
+fn is_unavailable((link, ..): &Key) -> bool {
+    let profile = Profile::find(link).ok();
+    TestNetwork::unavailable().or_else(|| TestNetwork::unavailable_for(&profile?)).is_some()
 }
 
 /// Whether a cell's ranks are to live in namespaces.

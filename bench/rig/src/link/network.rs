@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::emulator::{Emulator, EmulatorSpec, EndSpec, PipeCounters};
+use super::emulator::{self, Emulator, EmulatorSpec, EndSpec, PipeCounters};
 use super::hub::{self, Hub};
 use super::pipe::Pipe;
 use super::privileges::may_make_namespaces;
@@ -118,6 +118,15 @@ impl TestNetwork {
     pub fn unavailable() -> Option<String> {
         let programs = || ["ip", "tc"].into_iter().find_map(|program| tools::run(program, &["-V"]).err());
         may_make_namespaces().err().or_else(programs)
+    }
+
+    /// Why there can be no link of this kind here, if so. Loopback can always be.
+    pub fn unavailable_for(profile: &Profile) -> Option<String> {
+        match profile.carrier {
+            Carrier::None => None,
+            Carrier::Veth => TestNetwork::unavailable(),
+            Carrier::Emulated => TestNetwork::unavailable().or_else(emulator::unavailable),
+        }
     }
 
     /// A route through which connections take the congestion control.

@@ -32,13 +32,11 @@ impl Device {
     /// What is missing, for the user.
     pub(super) fn new(end: &EndSpec, mtu: u32) -> Result<Self, String> {
         let EndSpec { namespace, device: name, address, prefix, .. } = end;
-        let open = || Ok((sys::open_tun(name)?, File::open("/proc/thread-self/net/dev")?));
+        let open = || Ok((sys::make_tun(name)?, File::open("/proc/thread-self/net/dev")?));
         let (packets, statistics) = within(namespace, open)?.map_err(|error: io::Error| {
             let hint = match error.kind() {
-                io::ErrorKind::NotFound => "; the kernel's module `tun` is missing, or a container hides /dev/net/tun",
-                io::ErrorKind::PermissionDenied => "; it needs root (CAP_NET_ADMIN)",
                 io::ErrorKind::ResourceBusy => "; a device of that name already exists",
-                _ => "",
+                kind => super::tun_hint(kind),
             };
             format!("making the TUN device {name} in {namespace}: {error}{hint}")
         })?;

@@ -21,7 +21,7 @@ mod sys;
 #[cfg(test)]
 mod tests;
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command as Program, Stdio};
@@ -38,6 +38,9 @@ pub use spec::{Loss, PipeSpec};
 /// What the process says when packets can flow.
 const READY: &str = "ready";
 
+/// Through it TUN devices are made.
+const TUN: &str = "/dev/net/tun";
+
 /// The name of its command.
 const COMMAND: &str = "link-emulate";
 
@@ -49,6 +52,23 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Most that is kept of what it complains about.
 const MAX_COMPLAINT: u64 = 8 << 10;
+
+/// Why no link can be emulated here, if so, for the user.
+pub(crate) fn unavailable() -> Option<String> {
+    let error = sys::open_tun().err()?;
+    Some(format!("opening {TUN}: {error}{}", tun_hint(error.kind())))
+}
+
+/// What to do about an error with TUN devices.
+fn tun_hint(kind: ErrorKind) -> &'static str {
+    match kind {
+        ErrorKind::NotFound => "; the kernel's module `tun` is missing, or a container hides /dev/net/tun",
+        ErrorKind::PermissionDenied => {
+            "; run it as root, or have root run `chmod 666 /dev/net/tun`, which is what most systems have"
+        }
+        _ => "",
+    }
+}
 
 /// A running emulator. Dropping it ends it, and takes its devices away.
 #[derive(Debug)]

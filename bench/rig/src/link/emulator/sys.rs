@@ -15,14 +15,22 @@ pub(super) fn enter_network(namespace: &File) -> io::Result<()> {
     outcome(unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWNET) })
 }
 
+/// Opens the file through which TUN devices are made. What is opened never waits.
+///
+/// # Errors
+/// The kernel's.
+pub(super) fn open_tun() -> io::Result<File> {
+    // An open file is not passed on to programs that are started (the standard library opens all with O_CLOEXEC).
+    OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(super::TUN)
+}
+
 /// Makes a TUN device in the network namespace of the calling thread, which is there as long as what is returned: reading takes one IP
 /// packet that was sent through it, writing hands one in as received. Never waits.
 ///
 /// # Errors
 /// The kernel's. The name has at most 15 bytes.
-pub(super) fn open_tun(device: &str) -> io::Result<File> {
-    // An open file is not passed on to programs that are started (the standard library opens all with O_CLOEXEC).
-    let tun = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")?;
+pub(super) fn make_tun(device: &str) -> io::Result<File> {
+    let tun = open_tun()?;
     // SAFETY: an ifreq is plain old data, for which zeros are a value.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
     // One byte less, so that a zero ends it.
@@ -105,7 +113,7 @@ mod tests {
 
     #[test]
     fn a_long_name_is_refused() {
-        match open_tun("sixteen-letters-") {
+        match make_tun("sixteen-letters-") {
             Ok(_) => panic!("it was cut"),
             Err(error) => assert!(
                 error.raw_os_error() == Some(libc::ENAMETOOLONG)
