@@ -11,7 +11,6 @@ use clap::Args;
 use gpt2::cli::say;
 use rig::BenchError;
 use rig::plot;
-use rig::record::{Measured, Record};
 use rig::results::{FILE, Results, read_records};
 use serde_json::{Number, Value};
 
@@ -144,45 +143,19 @@ fn made(root: &Path) -> Result<Vec<(PathBuf, String)>, BenchError> {
     Ok(files)
 }
 
-/// A strategy, its loss for each seed, and the megabytes that a rank sends a step.
-type Learnt<'a> = (&'a str, Vec<f64>, f64);
-
-/// What strategies have learnt, and what a rank sends a step: a column for each, by the mean loss.
+/// What strategies have learnt, sent and taken: sentences, and a row for each.
 fn learning(results: &Results) -> Result<String, String> {
-    let loss = |measured: &Measured| measured.trained.as_ref()?.validations.last()?.1;
-    let sent = |measured: &Measured| measured.ranks.iter().filter_map(|rank| rank.payload_bytes).max();
-    let mut columns: Vec<Learnt<'_>> = Vec::new();
-    let mut records: Vec<&Record> = results.records.iter().collect();
-    records.sort_by_key(|record| record.cell.seed);
-    for record in records {
-        let strategy = record.cell.strategy.as_str();
-        let missing = || format!("docs/records/learning: {strategy} has no validation loss");
-        let measured = record.measured.as_ref().ok_or_else(missing)?;
-        let (loss, sent) = (loss(measured).ok_or_else(missing)?, sent(measured).unwrap_or(0) as f64 / 1e6);
-        match columns.iter_mut().find(|column| column.0 == strategy) {
-            Some((_, losses, most)) => {
-                losses.push(loss);
-                *most = most.max(sent);
-            }
-            None => columns.push((strategy, vec![loss], sent)),
-        }
-    }
-    columns.sort_by(|a, b| a.1.iter().sum::<f64>().total_cmp(&b.1.iter().sum()));
-    let row = |name: &str, text: &dyn Fn(&Learnt<'_>) -> String| {
-        let texts: Vec<String> = columns.iter().map(text).collect();
-        format!("| {name} | {} |", texts.join(" | "))
-    };
-    let losses = |losses: &[f64]| losses.iter().map(|loss| format!("{loss:.3}")).collect::<Vec<_>>().join(", ");
+    let (sentences, table) = report::seeds(results).ok_or("docs/records/learning has no cells with several seeds")?;
     let measured = report::measured(results).ok_or("docs/records/learning has no records")?;
-    Ok([
-        row("", &|column| format!("`{}`", column.0)),
-        format!("|{}", "---|".repeat(columns.len() + 1)),
-        row("loss", &|column| losses(&column.1)),
-        row("MB a step", &|column| format!("{:.2}", column.2)),
-        String::new(),
-        measured,
-    ]
-    .join("\n"))
+    let row = |cells: &[String]| format!("| {} |", cells.join(" | "));
+    let named = |cells: &Vec<String>| {
+        let names = cells.iter().take(table.names).map(|name| format!("`{name}`"));
+        row(&names.chain(cells.iter().skip(table.names).cloned()).collect::<Vec<String>>())
+    };
+    let mut lines: Vec<String> = sentences.iter().map(|sentence| format!("- {sentence}")).collect();
+    lines.extend([String::new(), row(&table.head), format!("|{}", "---|".repeat(table.head.len()))]);
+    lines.extend(table.rows.iter().map(named));
+    Ok(format!("{}\n\n{measured}", lines.join("\n")))
 }
 
 /// The page with every place filled.

@@ -605,7 +605,7 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
     }
     let alone = single || cell.ranks == 1 && one_rank;
     if cell.program.is_pytorch() && !single && !Torch::has(strategy) {
-        return Err(format!("axis program: PyTorch has ddp, fsdp and zero2, not {strategy}"));
+        return Err(format!("axis program: PyTorch has ddp, zero1, zero2 and fsdp, not {strategy}"));
     }
     if cell.program == Trainer::PytorchCompiled && !single {
         return Err(format!(
@@ -1041,6 +1041,22 @@ mod tests {
         assert_eq!(alone.map(|cell| cell.ranks).collect::<Vec<_>>(), [2, 4]);
         // Long and short runs learn alike.
         assert!(plan.cells.iter().all(|cell| cell.schedule == plan.cells[0].schedule));
+    }
+
+    #[test]
+    fn what_is_learnt_is_compared_with_three_seeds_of_each() {
+        let plan = Plan::load(Path::new("learning")).unwrap().0;
+        let of_seed = |seed: u64| -> Vec<Cell> {
+            let cells = plan.cells.iter().filter(|cell| cell.seed == seed);
+            cells.map(|cell| Cell { seed: 0, ..cell.clone() }).collect()
+        };
+        let first = of_seed(1);
+        assert_eq!(plan.cells.len(), 3 * first.len());
+        assert!(of_seed(2) == first && of_seed(3) == first);
+        let ways = |strategy: &str| first.iter().filter(|cell| cell.strategy == strategy).count();
+        // Seven gradients of ddp; a server gets no factors; three bounds of staleness.
+        assert_eq!(["ddp", "ps", "async-ps", "diloco", "sparta"].map(ways), [7, 5, 3, 1, 1]);
+        assert_eq!(first.len(), 7 + 5 + 3 + 4);
     }
 
     #[test]

@@ -305,6 +305,64 @@ fn what_compression_has_left_of_workers_is_shared_by_those_whose_gradients_are_a
     }
 }
 
+/// The gradient's norm and the loss of each step of a run that goes on from `path`.
+fn went_on(config: &TrainConfig, ranks: usize, path: &Path) -> Vec<(f64, f64)> {
+    struct Said(Vec<(f64, f64)>);
+    impl Observer for Said {
+        fn step(&mut self, report: &StepReport) {
+            self.0.push((report.grad_norm, report.loss));
+        }
+    }
+    let (mut said, elsewhere) = (Said(Vec::new()), tempfile::tempdir().unwrap());
+    let on = options(elsewhere.path(), Some(path));
+    run_threads(config, &corpus(20_000), ranks, &on, &Device::flex(), &mut said).unwrap();
+    said.0
+}
+
+#[test]
+fn as_much_of_what_compression_has_left_arrives_whoever_goes_on() {
+    let from = [
+        Case::compressed(StrategyKind::Ddp, "topk:0.1", 0),
+        Case::compressed(StrategyKind::Ddp, "sign", 0),
+        Case::compressed(StrategyKind::Ps, "topk:0.1", 0),
+        Case::compressed(StrategyKind::Ps, "topk:0.1", 0).dedicated(),
+    ];
+    for Case { config, .. } in from {
+        let what = format!("{} {}", config.strategy, config.options.compress);
+        let folder = tempfile::tempdir().unwrap();
+        run(&config, RANKS, folder.path(), None);
+        let path = Store::new(folder.path()).path(SAVED);
+        let with = |strategy, compress: &str, dedicated_server| {
+            let mut config = TrainConfig { strategy, ..config.clone() };
+            config.options.compress = compress.parse().unwrap();
+            config.options.dedicated_server = dedicated_server;
+            config
+        };
+        // All that is left leaves in the first step, so that its mean gradient has to be the same whoever averages it.
+        let first = went_on(&with(StrategyKind::Ddp, "topk:1", false), 2, &path);
+        for (strategy, dedicated, ranks) in [
+            (StrategyKind::Ring, false, 2),
+            (StrategyKind::Ddp, false, 6),
+            (StrategyKind::Ps, false, 2),
+            (StrategyKind::Ps, false, 6),
+            (StrategyKind::Ps, true, 4),
+        ] {
+            let other = went_on(&with(strategy, "topk:1", dedicated), ranks, &path);
+            let near = |(one, other): (&(f64, f64), &(f64, f64))| {
+                (one.0 / other.0 - 1.0).abs() < 1e-3 && (one.1 - other.1).abs() < 1e-3
+            };
+            assert!(
+                first.iter().zip(&other).all(near),
+                "{what} on {ranks} ranks of {strategy}: {other:?}, not {first:?}"
+            );
+        }
+        let dropped = went_on(&with(StrategyKind::Ddp, "none", false), 2, &path);
+        assert_eq!(dropped[0].1, first[0].1, "{what}: the weights are the same");
+        let share = (dropped[0].0 / first[0].0 - 1.0).abs();
+        assert!(share > 0.05, "{what}: what was left is too little to be seen: {dropped:?}, {first:?}");
+    }
+}
+
 /// Asks to leave before a step.
 struct Asks {
     before: u64,

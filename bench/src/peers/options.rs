@@ -26,7 +26,7 @@ pub(crate) struct PeersArgs {
     /// Leave PyTorch out.
     #[arg(long)]
     no_peer: bool,
-    /// Strategies, separated by commas; PyTorch has ddp, fsdp and zero2.
+    /// Strategies, separated by commas; PyTorch has ddp, zero1, zero2 and fsdp.
     #[arg(long, value_delimiter = ',', default_value = default("peers", Axis::Strategy))]
     pub(super) strategies: Vec<StrategyKind>,
     /// Transports of this program, separated by commas; PyTorch uses Gloo.

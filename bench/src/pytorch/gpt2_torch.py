@@ -1,7 +1,7 @@
 """One rank of GPT-2 training in PyTorch over Gloo, for `bench peers`: a line of JSON on standard output.
 
 The program that starts it says by COMM_RANK and COMM_WORLD_SIZE which rank it is, and by COMM_ADDR in which folder ranks can meet.
-A mode is `alone` (no communication at all), `ddp`, `fsdp` or `zero2`; `layers` times the layers of the model by themselves."""
+A mode is `alone` (no communication at all), `ddp`, `zero1`, `zero2` or `fsdp`; `layers` times the layers of the model by themselves."""
 
 import argparse
 import array
@@ -16,7 +16,7 @@ import time
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=["alone", "ddp", "fsdp", "zero2", "layers", "probe"])
+    parser.add_argument("mode", choices=["alone", "ddp", "zero1", "zero2", "fsdp", "layers", "probe"])
     for name in ("layers", "heads", "width", "block", "vocabulary", "rows", "steps", "skip", "threads"):
         parser.add_argument("--" + name, type=int, default=1)
     parser.add_argument("--tokens", help="16-bit token ids, little-endian")
@@ -82,7 +82,7 @@ def build(torch, args):
 
 
 def distribute(torch, model, args, world):
-    if args.mode == "ddp":
+    if args.mode in ("ddp", "zero1"):
         from torch.nn.parallel import DistributedDataParallel
 
         return DistributedDataParallel(model, bucket_cap_mb=args.bucket_mb, gradient_as_bucket_view=True)
@@ -97,6 +97,16 @@ def distribute(torch, model, args, world):
     for part in [*model.blocks, model]:
         fully_shard(part, mesh=mesh, reshard_after_forward=args.mode == "fsdp")
     return model
+
+
+def optimize(torch, parameters, args):
+    """AdamW as the trainer that this one is compared with has it; with ZeRO-1 each rank keeps the state of its share of the parameters."""
+    settings = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    if args.mode != "zero1":
+        return torch.optim.AdamW(parameters, **settings)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, **settings)
 
 
 def batches(torch, args, rank, world):
@@ -207,7 +217,7 @@ def main():
         patience = datetime.timedelta(seconds=args.timeout)
         dist.init_process_group("gloo", init_method="file://" + meeting, rank=rank, world_size=world, timeout=patience)
         trained = distribute(torch, model, args, world)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = optimize(torch, trained.parameters(), args)
     data = batches(torch, args, rank, world)
     if args.mode == "layers":
         print(json.dumps({"layers": layers(torch, model, args, optimizer, *next(data))}))

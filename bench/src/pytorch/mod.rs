@@ -61,10 +61,10 @@ struct TorchVersion {
 }
 
 impl Torch {
-    /// Whether PyTorch has what corresponds to one of our strategies: `DistributedDataParallel`, or `fully_shard`, which is ZeRO-3, or
-    /// ZeRO-2 where it keeps the parameters after the forward pass.
+    /// Whether PyTorch has what corresponds to one of our strategies: `DistributedDataParallel`, which is ZeRO-1 with `ZeroRedundancyOptimizer`, or
+    /// `fully_shard`, which is ZeRO-3, or ZeRO-2 where it keeps the parameters after the forward pass.
     pub(crate) fn has(strategy: StrategyKind) -> bool {
-        [StrategyKind::Ddp, StrategyKind::Fsdp, StrategyKind::Zero2].contains(&strategy)
+        [StrategyKind::Ddp, StrategyKind::Zero1, StrategyKind::Zero2, StrategyKind::Fsdp].contains(&strategy)
     }
 
     /// Looks whether `python` has what it takes.

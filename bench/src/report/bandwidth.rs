@@ -6,7 +6,7 @@ mod public;
 mod tests;
 
 use rig::plot::{COLOURS, Curve, Labels, Point, Scale, curves};
-use rig::record::Measured;
+use rig::record::{Cell, Measured};
 use rig::text::{grid, wrapped};
 
 use super::case::ROUNDS;
@@ -124,7 +124,7 @@ impl<'d, 'a> Networked<'d, 'a> {
         let rate = case.traits.rate.map(|rate| 1e6 * rate);
         let sent = sent(case);
         let load = rate.zip(sent).map(|(rate, sent)| 8.0 * sent / rate / (alone / 1e3));
-        (step > 0.0).then(|| Networked { case, name: name(case), utilisation: alone / step, load })
+        (step > 0.0).then(|| Networked { case, name: name(case.cell), utilisation: alone / step, load })
     }
 
     /// `87 %`, with a star where ranks share cores.
@@ -146,7 +146,7 @@ impl<'d, 'a> Learnt<'d, 'a> {
             last.iter().sum::<f64>() / last.len() as f64
         };
         let losses: Vec<f64> = (0..known.len()).map(mean).collect();
-        (!losses.is_empty()).then(|| Learnt { case, name: name(case), losses, bytes: sent(case) })
+        (!losses.is_empty()).then(|| Learnt { case, name: name(case.cell), losses, bytes: sent(case) })
     }
 
     /// Steps until the loss is as low; none if it never is.
@@ -194,13 +194,13 @@ fn alone<'d, 'a>(digest: &'d Digest<'a>, case: &Case<'_>) -> Option<&'d Case<'a>
 }
 
 /// Its strategy, and how it compresses.
-fn name(case: &Case<'_>) -> String {
-    let compress = case.cell.compress.as_ref();
-    compress.map_or_else(|| case.cell.strategy.clone(), |compress| format!("{} {compress}", case.cell.strategy))
+pub(super) fn name(cell: &Cell) -> String {
+    let compress = cell.compress.as_ref();
+    compress.map_or_else(|| cell.strategy.clone(), |compress| format!("{} {compress}", cell.strategy))
 }
 
 /// Payload bytes a step of the rank that sends most.
-fn sent(case: &Case<'_>) -> Option<f64> {
+pub(super) fn sent(case: &Case<'_>) -> Option<f64> {
     case.by_rank(|rank| rank.payload_bytes.map(|bytes| bytes as f64), |ranks| ranks.into_iter().max_by(f64::total_cmp))
 }
 
@@ -211,7 +211,7 @@ fn named(case: &Case<'_>, points: Vec<Point>) -> Curve {
         None => line,
         Some(compress) => {
             let (colour, mark) = look(&case.cell.strategy, compress);
-            Curve { name: name(case), colour, dashed: true, mark: Some(mark), ..line }
+            Curve { name: name(case.cell), colour, dashed: true, mark: Some(mark), ..line }
         }
     }
 }

@@ -19,6 +19,7 @@ mod order;
 mod parts;
 mod scaling;
 mod screen;
+mod seeds;
 mod setup;
 #[cfg(test)]
 mod synthetic;
@@ -42,6 +43,7 @@ use rig::results::{HEADER, PLAN, Results, read_records};
 
 use crate::plan::Plan;
 use digest::Digest;
+pub(crate) use html::Table;
 use html::Page;
 
 /// The page's name, where nobody gives another.
@@ -90,6 +92,12 @@ pub(crate) struct Picture {
 /// No cell has figures.
 pub(crate) fn picture(results: &Results) -> Result<Picture, String> {
     screen::picture(&Digest::of(results, &[]))
+}
+
+/// What strategies have learnt from the same tokens with several seeds, what they sent and how long it took: sentences, and the table with intervals;
+/// nothing where no cells differ in their seed alone.
+pub(crate) fn seeds(results: &Results) -> Option<(Vec<String>, Table)> {
+    seeds::told_and_table(&Digest::of(results, &[]))
 }
 
 /// When, where and of which commit results are; nothing of none.
@@ -164,6 +172,7 @@ fn page(results: &Results, planned: &PlannedRuns, folder: &Path, beside: &Path, 
     if digest.cases.iter().any(|case| case.step.is_some()) {
         findings::strategies(&mut page, &digest);
     }
+    seeds::write(&mut page, &digest);
     maps::write(&mut page, &digest);
     bandwidth::write(&mut page, &digest);
     if digest.cases.iter().any(|case| case.step.is_some()) {

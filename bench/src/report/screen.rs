@@ -15,6 +15,7 @@ use super::digest::{Case, Digest, distinct};
 use super::findings::{Pair, added, is_networked, pairs};
 use super::hosts;
 use super::html::Page;
+use super::seeds;
 use super::text::{all_of, count, day, figure, listed};
 
 /// Columns of a terminal.
@@ -37,6 +38,7 @@ const PARTS: [(&[&str], &str, usize, bool); 5] = [
 pub(super) fn text(digest: &Digest<'_>) -> String {
     let mut text: Vec<String> = sentences(digest).iter().map(|sentence| wrapped(sentence, WIDTH)).collect();
     let computed = bandwidth::text(digest);
+    let computed = computed.or_else(|| seeds::text(digest));
     text.extend(computed.or_else(|| Columns::of(digest).map(|columns| table(digest, &columns))));
     text.join("\n")
 }
@@ -48,7 +50,8 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     page.first(
         &sentences.iter().map(|text| text.replace(" ms", "\u{a0}ms").replace(" %", "\u{a0}%")).collect::<Vec<_>>(),
     );
-    if let Some(columns) = Columns::of(digest) {
+    // Cells that differ in their seed alone are one row of a table.
+    if let Some(columns) = Columns::of(digest).filter(|_| seeds::sentences(digest).is_none()) {
         let mut caption = "Each bar is the mean step of one strategy. Blue is work, orange is waiting for the network: for gradients, parameters, \
                            loss and norm. Communication that is hidden behind the work is not shown."
             .to_string();
@@ -108,8 +111,9 @@ fn sentences(digest: &Digest<'_>) -> Vec<String> {
     } else if timed.is_empty() {
         sentences.push("No cell has ranks that communicate, so there are no costs of a network to report.".into());
     }
-    for link in &links {
-        sentences.extend(of_link(digest, &comparable(&timed, link)));
+    match seeds::sentences(digest) {
+        Some(found) => sentences.extend(found),
+        None => links.iter().for_each(|link| sentences.extend(of_link(digest, &comparable(&timed, link)))),
     }
     sentences.extend(quic(digest, &links));
     sentences.extend(hosts::sentence(digest));

@@ -22,8 +22,9 @@ pub(super) fn first(digest: &Digest<'_>) -> Statements {
 /// Too few rounds for anything.
 fn rounds(digest: &Digest<'_>) -> Option<String> {
     let most = digest.cases.iter().map(|case| case.good.len()).max()?;
-    (most < ROUNDS)
-        .then(|| format!("No cell has {ROUNDS} good rounds, so nothing is compared and no interval is given."))
+    (most < ROUNDS).then(|| {
+        format!("No cell has {ROUNDS} good rounds, so step times of cells are not compared and have no interval.")
+    })
 }
 
 /// Cells that the short answer leaves out.
@@ -96,7 +97,7 @@ pub(super) fn all(digest: &Digest<'_>) -> Statements {
     let few = labels(&|case| case.step.is_some() && case.good.len() < ROUNDS);
     if !few.is_empty() {
         let text = format!(
-            "{} fewer than {ROUNDS} good rounds, so nothing is concluded from them: {}.",
+            "{} fewer than {ROUNDS} good rounds, so nothing is concluded from their step times: {}.",
             if few.len() == 1 { "1 cell has".into() } else { format!("{} cells have", few.len()) },
             listed(&few, 6)
         );
