@@ -338,7 +338,8 @@ impl NcclEngine {
     /// Waits until everything that any lane has begun on the device has ended. If it does not, the device is given up.
     fn settle(&self) {
         let soon = Deadline::after(GRACE);
-        if !self.device.is_given_up() && !(self.wait_for_ends(soon) && have_settled(&self.shared.lanes, soon)) {
+        let has_settled = || self.wait_for_ends(soon) && have_settled(&self.shared.lanes, soon);
+        if !(self.device.is_given_up() || has_settled()) {
             self.device.give_up();
         }
     }
