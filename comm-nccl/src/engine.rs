@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::engine::{
-    BufferLocation, Comm, Data, Elements, Engine, Extents, Group, JobState, Operation, Settings, Source, check,
+    BufferLocation, Comm, Data, Elements, Engine, Extents, Group, JobState, Lane, Operation, Settings, Source, check,
 };
 use comm_core::table::Table;
 use comm_core::{
@@ -21,6 +21,9 @@ use crate::sys::{
     CudaBuffer, DataType, Device, DevicePointer, Event, GRACE, Library, NcclTable, RawComm, Reduction, UNIQUE_ID_BYTES,
     UniqueId,
 };
+
+/// How long who drops the last communicator waits for what may still run on the device.
+const PROMPT: Duration = Duration::from_millis(100);
 
 /// How long a communicator that is dropped may take to flush before it is aborted.
 const FLUSH: Duration = Duration::from_secs(10);
@@ -85,7 +88,12 @@ impl Engine for NcclEngine {
     }
 
     fn has_settled(&self, lane: &LaneState) -> bool {
-        self.settles_by(lane, Deadline::after(GRACE))
+        let soon = Deadline::after(GRACE);
+        let has_settled = self.wait_for_ends(soon) && lane.mark().is_ok() && passes(|| lane.event.has_passed(), soon);
+        if !has_settled {
+            self.device.give_up();
+        }
+        has_settled
     }
 
     fn split(parent: &Comm<Self>, group: Option<&Group>) -> Result<Option<LaneComms>> {
@@ -327,33 +335,31 @@ impl NcclEngine {
             .unwrap_or_else(|| Error::Internal("NCCL's communicator was aborted, though the job has not failed".into()))
     }
 
-    /// Whether everything that a lane has begun on the device has ended, for which it waits. If not, the device is given up.
-    fn settles_by(&self, state: &LaneState, deadline: Deadline) -> bool {
-        let passed = || -> Result<bool> {
-            // A mark after all of it: the operation may have failed before it set its own.
-            state.event.record(&state.stream)?;
-            while !state.event.has_passed()? {
-                if deadline.has_passed() {
-                    return Ok(false);
-                }
-                thread::sleep(Duration::from_millis(1));
-            }
-            Ok(true)
-        };
-        let has_settled = self.wait_for_ends(deadline) && passed().unwrap_or(false);
-        if !has_settled {
-            self.device.give_up();
-        }
-        has_settled
-    }
-
     /// Waits until everything that any lane has begun on the device has ended. If it does not, the device is given up.
     fn settle(&self) {
         let soon = Deadline::after(GRACE);
-        for lane in &self.shared.lanes {
-            if self.device.is_given_up() || !self.settles_by(&lane.scratch(), soon) {
-                break;
-            }
+        let has_settled = || self.wait_for_ends(soon) && have_settled(&self.shared.lanes, soon);
+        if !(self.device.is_given_up() || has_settled()) {
+            self.device.give_up();
+        }
+    }
+}
+
+/// Waits until everything that these lanes have begun on the device has ended; false where it does not by the deadline.
+fn have_settled(lanes: &[Lane<LaneState>], deadline: Deadline) -> bool {
+    lanes.iter().all(|lane| {
+        // Not held while this waits: an operation may need it to learn that the job has failed.
+        let is_marked = lane.scratch().mark().is_ok();
+        is_marked && passes(|| lane.scratch().event.has_passed(), deadline)
+    })
+}
+
+/// Whether it has passed by the deadline, for which it waits.
+fn passes(has_passed: impl Fn() -> Result<bool>, deadline: Deadline) -> bool {
+    loop {
+        match has_passed() {
+            Ok(false) if !deadline.has_passed() => thread::sleep(Duration::from_millis(1)),
+            outcome => return outcome.unwrap_or(false),
         }
     }
 }
@@ -371,10 +377,28 @@ fn pointer(memory: &mut dyn DeviceMemory) -> Result<DevicePointer> {
 }
 
 impl Drop for NcclEngine {
-    /// Frees nothing that a kernel may still use: what has not ended within [`GRACE`] counts as running for ever.
+    /// Frees nothing that a kernel may still use: what has not ended within [`GRACE`] counts as running for ever. Whoever drops the last
+    /// communicator waits no longer than [`PROMPT`] for that, and a thread does the rest.
     fn drop(&mut self) {
-        self.settle();
-        self.device.forget_copies();
+        let lanes = Arc::new(std::mem::take(&mut self.shared.lanes));
+        lanes.iter().for_each(Lane::stop);
+        let device = self.device.clone();
+        if device.is_given_up() || have_settled(&lanes, Deadline::after(PROMPT)) {
+            drop(lanes);
+            device.forget_copies();
+            return;
+        }
+        let theirs = lanes.clone();
+        let run = move || {
+            if !have_settled(&theirs, Deadline::after(GRACE)) {
+                device.give_up();
+            }
+            drop(theirs);
+            device.forget_copies();
+        };
+        if thread::Builder::new().name("comm-nccl-end".into()).spawn(run).is_err() {
+            self.device.give_up();
+        }
     }
 }
 

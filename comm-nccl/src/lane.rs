@@ -26,6 +26,11 @@ impl LaneState {
             scratch: GrowableMemory::default(),
         })
     }
+
+    /// Sets the lane's event after all that its stream has been given: an operation may have failed before it set its own.
+    pub(crate) fn mark(&self) -> Result<()> {
+        self.event.record(&self.stream)
+    }
 }
 
 /// Memory on the device that grows.

@@ -21,11 +21,11 @@
 //!   to what the interface carries (1,452 bytes where that is not known: Ethernet with IPv6). quinn hands up to ten datagrams to the kernel in one call (GSO); if together they are longer than
 //!   one UDP payload can be, the kernel refuses them and quinn takes them for sent, so the number is capped here.
 //! - *Congestion control*: see [`Congestion`]. A window smaller than two datagrams would stall a connection without an error, so
-//!   it is refused, and initial windows follow the datagram size: ten datagrams, as TCP's. CUBIC and NewReno are quinn's with four rules of
+//!   it is refused, and initial windows follow the datagram size: ten datagrams, as TCP's. CUBIC and NewReno are quinn's with five rules of
 //!   the kernel's TCP. Windows grow by all packets that were on their way while the window was in use, not only by those whose
 //!   acknowledgement comes before the message has left. A message leaves by the rate at which acknowledgements have shown the path to carry, at
 //!   twice that in slow start and 1.2 times after it, not spread over four fifths of a round trip. A window that
-//!   fills the path no longer doubles in each round trip. And the clock of CUBIC's growth stops while nothing is sent. A window is kept while nothing is sent; the kernel's TCP lets go of
+//!   fills the path no longer doubles in each round trip. What was lost is sent again at once. And the clock of CUBIC's growth stops while nothing is sent. A window is kept while nothing is sent; the kernel's TCP lets go of
 //!   its after a while, if the system says so (`net.ipv4.tcp_slow_start_after_idle`).
 //! - *Copies*: a byte of a message is copied four times in user space. The sender copies it into quinn's send buffer, because a message may be
 //!   reused as soon as it was taken over and quinn keeps it until it is acknowledged, and from there into a datagram, which is encrypted where it
@@ -41,6 +41,7 @@
 
 #![forbid(unsafe_code)]
 
+mod allowance;
 mod clock;
 mod config;
 mod congestion;

@@ -12,7 +12,8 @@ use bytes::{Buf, Bytes};
 use comm_core::{Error, HEADER_LEN, Header, Outgoing, Result, Sink};
 use quinn::{Connection, ConnectionError, ReadError, RecvStream, SendStream, VarInt, WriteError};
 
-use crate::paced::Allowance;
+use crate::allowance::{Allowance, Limited};
+use crate::paced::Paced;
 
 /// A side closes its connections with this code when it has received and delivered everything.
 pub(crate) const DONE: VarInt = VarInt::from_u32(1);
@@ -33,10 +34,11 @@ const SMALL: usize = 1024;
 
 /// Both directions of a lane to one peer.
 pub(crate) struct Channel {
+    connection: Connection,
     pub(crate) send: SendStream,
     pub(crate) receive: RecvStream,
-    /// How much of what is sent quinn takes.
-    window: SendWindow,
+    /// How much of what is sent quinn gets; all, where it has no congestion window.
+    allowance: Option<Arc<Allowance>>,
     /// Received, but not asked for yet.
     rest: Bytes,
     /// The peer, as errors name it.
@@ -45,27 +47,36 @@ pub(crate) struct Channel {
 
 impl Channel {
     pub(crate) fn new(peer: usize, connection: &Connection, send: SendStream, receive: RecvStream) -> Self {
-        let window =
-            SendWindow { connection: connection.clone(), allowance: Allowance::of(connection.congestion_state()) };
-        Channel { send, receive, window, rest: Bytes::new(), name: format!("rank {peer}") }
-    }
-}
-
-/// What a connection may hold until the peer has acknowledged it: no more than its congestion window has room for.
-struct SendWindow {
-    connection: Connection,
-    allowance: Option<Arc<Allowance>>,
-}
-
-impl SendWindow {
-    fn piece(&self) -> usize {
-        self.allowance.as_ref().map_or(PIECE, |allowance| allowance.piece(PIECE))
+        let allowance = Paced::allowance(connection.congestion_state());
+        let connection = connection.clone();
+        Channel { connection, send, receive, allowance, rest: Bytes::new(), name: format!("rank {peer}") }
     }
 
-    fn update(&self) {
-        if let Some(window) = self.allowance.as_ref().and_then(|allowance| allowance.news()) {
-            self.connection.set_send_window(window);
+    /// Hands over the beginning of `bytes`, which follow the first `before` of a message, and says how many.
+    fn poll_write(&mut self, cx: &mut Waker<'_>, bytes: &[u8], before: usize) -> Poll<Result<usize, WriteError>> {
+        let Channel { connection, send, allowance, .. } = self;
+        match allowance {
+            Some(allowance) => allowance.poll_write(cx, &mut Outlet { connection, send }, bytes, before, PIECE),
+            None => Pin::new(send).poll_write(cx, bytes.get(..PIECE).unwrap_or(bytes)),
         }
+    }
+}
+
+/// What [`Allowance`] needs of a stream.
+struct Outlet<'a> {
+    connection: &'a Connection,
+    send: &'a mut SendStream,
+}
+
+impl Limited for Outlet<'_> {
+    type Error = WriteError;
+
+    fn set_limit(&mut self, bytes: u64) {
+        self.connection.set_send_window(bytes);
+    }
+
+    fn poll_write(&mut self, cx: &mut Waker<'_>, bytes: &[u8]) -> Poll<Result<usize, WriteError>> {
+        Pin::new(&mut *self.send).poll_write(cx, bytes)
     }
 }
 
@@ -125,33 +136,38 @@ impl<'a> Sending<'a> {
 
     pub(crate) fn poll(&mut self, cx: &mut Waker<'_>, channel: &mut Channel, context: Context<'_>) -> Result<Step> {
         let whole = HEADER_LEN + self.payload.len();
-        let before = self.taken;
-        let mut together = [0; HEADER_LEN + SMALL];
+        let began = self.taken;
         while self.taken < whole {
-            let piece = if self.taken == 0
-                && let Some(together) = together.get_mut(..whole)
-            {
-                let (header, payload) = together.split_at_mut(HEADER_LEN);
-                header.copy_from_slice(&self.header);
-                payload.copy_from_slice(self.payload);
-                &*together
-            } else if let Some(header) = self.header.get(self.taken..).filter(|header| !header.is_empty()) {
-                header
-            } else {
-                let rest = self.payload.get(self.taken - HEADER_LEN..).unwrap_or_default();
-                rest.get(..channel.window.piece()).unwrap_or(rest)
-            };
-            channel.window.update();
-            match Pin::new(&mut channel.send).poll_write(cx, piece) {
+            match self.hand_over(cx, channel) {
                 Poll::Ready(Ok(count)) => self.taken += count,
                 Poll::Ready(Err(error)) => return Err(context.write_error(&error)),
-                Poll::Pending => return Ok(if self.taken > before { Step::Moved } else { Step::Blocked }),
+                Poll::Pending => return Ok(if self.taken > began { Step::Moved } else { Step::Blocked }),
             }
-            if self.taken - before >= TURN && self.taken < whole {
+            if self.taken - began >= TURN && self.taken < whole {
                 return Ok(Step::Turn);
             }
         }
         Ok(Step::Done)
+    }
+
+    /// Hands over what comes next, and says how much.
+    fn hand_over(&self, cx: &mut Waker<'_>, channel: &mut Channel) -> Poll<Result<usize, WriteError>> {
+        if self.taken == 0 && self.payload.len() <= SMALL {
+            let mut together = [0; HEADER_LEN + SMALL];
+            let together = together.get_mut(..HEADER_LEN + self.payload.len()).unwrap_or_default();
+            let (header, payload) = together.split_at_mut(HEADER_LEN);
+            header.copy_from_slice(&self.header);
+            payload.copy_from_slice(self.payload);
+            return channel.poll_write(cx, together, 0);
+        }
+        match self.header.get(self.taken..).filter(|header| !header.is_empty()) {
+            Some(header) => channel.poll_write(cx, header, 0),
+            None => {
+                let taken = self.taken - HEADER_LEN;
+                let before = if taken == 0 { HEADER_LEN } else { 0 };
+                channel.poll_write(cx, self.payload.get(taken..).unwrap_or_default(), before)
+            }
+        }
     }
 }
 

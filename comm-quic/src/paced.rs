@@ -1,4 +1,4 @@
-//! quinn's CUBIC and NewReno with four rules of the kernel's TCP.
+//! quinn's CUBIC and NewReno with five rules of the kernel's TCP.
 //!
 //! *Growth.* quinn lets a window grow by the acknowledgements that come while there is something left to send. When the last bytes of
 //! a message are on their way there is nothing left, so the acknowledgements of its last round trip, most of them all, do not count,
@@ -18,19 +18,21 @@
 //! acknowledgements of HyStart.
 //!
 //! *Clock.* CUBIC's window grows with the time since the last loss. With quinn's that is all time, so that after a pause it grows as in slow
-//! start. Here, as in Linux, the clock stops while nothing is sent and nothing is on its way.
+//! start. Here the clock stops while nothing is on its way (RFC 9438, section 5.8), much as in Linux.
 //!
-//! *Allowance.* Both ends of a connection send at the same time, and quinn 0.11 sends no acknowledgement while there is something to send that
-//! the window has no room for. Two ends with full windows then wait for each other until a timer of 25 ms and more sends a probe. So
-//! quinn gets no more than fits into the window: the [`Allowance`] says how much that is.
+//! *Loss.* After a loss the window is shorter than what is on its way. quinn sends nothing then until enough of that is acknowledged, and what
+//! was lost waits too, for up to a third of a round trip. Here a datagram is sent at once, which is that one (RFC 9002, section 7.3.2).
+//!
+//! *Allowance.* quinn gets no more of messages than fits into the window: see [`allowance`](crate::allowance).
 
 use std::any::Any;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use quinn::congestion::{Controller, ControllerFactory, ControllerMetrics};
 use quinn_proto::RttEstimator;
+
+use crate::allowance::{Allowance, Held};
 
 /// Makes [`Paced`] controllers from those of another factory.
 pub(crate) struct PacedFactory {
@@ -44,39 +46,11 @@ impl ControllerFactory for PacedFactory {
         let inner = Arc::clone(&self.inner).build(now, mtu);
         let clock = SendingClock::new(now);
         let (usage, rate, slow_growth) = (WindowUsage::default(), AckRate::default(), SlowGrowth::default());
-        let gap = Gap::default();
-        let allowance = Arc::new(Allowance { most: self.send_window, ..Allowance::default() });
-        let paced = Paced { inner, usage, rate, slow_growth, clock, gap, allowance, mtu: mtu.into() };
+        let (held, allowance) = (Held::default(), Allowance::new(self.send_window));
+        let paced =
+            Paced { inner, usage, rate, slow_growth, clock, held, allowance, mtu: mtu.into(), sends_again: false };
         paced.allow();
         Box::new(paced)
-    }
-}
-
-/// Bytes of messages that quinn may hold until they are acknowledged, without being held back by the window.
-#[derive(Debug, Default)]
-pub(crate) struct Allowance {
-    allowed: AtomicU64,
-    most: u64,
-    /// What quinn has been told.
-    told: AtomicU64,
-}
-
-impl Allowance {
-    /// That of a connection with such a controller; none for others.
-    pub(crate) fn of(controller: Box<dyn Controller>) -> Option<Arc<Self>> {
-        Some(controller.into_any().downcast::<Paced>().ok()?.allowance)
-    }
-
-    /// Bytes to give to quinn at once, at most `most`: it holds a piece until all of it is acknowledged.
-    pub(crate) fn piece(&self, most: usize) -> usize {
-        let share = self.allowed.load(Ordering::Relaxed) / PIECES;
-        usize::try_from(share).unwrap_or(usize::MAX).clamp(LEAST_PIECE.min(most), most)
-    }
-
-    /// What to tell quinn; nothing if it knows.
-    pub(crate) fn news(&self) -> Option<u64> {
-        let allowed = self.allowed.load(Ordering::Relaxed).min(self.most);
-        (self.told.swap(allowed, Ordering::Relaxed) != allowed).then_some(allowed)
     }
 }
 
@@ -87,20 +61,22 @@ pub(crate) struct Paced {
     rate: AckRate,
     slow_growth: SlowGrowth,
     clock: SendingClock,
-    gap: Gap,
+    held: Held,
     allowance: Arc<Allowance>,
     /// Bytes of a full datagram.
     mtu: u64,
+    /// Something was lost, and nothing has been sent since.
+    sends_again: bool,
 }
 
 impl Paced {
-    /// Says what fits into the window beside the headers of the datagrams.
+    /// The allowance of a connection with such a controller; none for others.
+    pub(crate) fn allowance(controller: Box<dyn Controller>) -> Option<Arc<Allowance>> {
+        Some(controller.into_any().downcast::<Paced>().ok()?.allowance)
+    }
+
     fn allow(&self) {
-        let window = self.inner.window();
-        let room = window.saturating_sub(window / HEADERS_SHARE + self.mtu).max(self.mtu);
-        // What is acknowledged beyond a gap is no longer on its way, but quinn holds it until the gap is closed.
-        let allowed = room + self.gap.beyond;
-        self.allowance.allowed.store(allowed, Ordering::Relaxed);
+        self.allowance.allow(self.inner.window(), self.mtu, self.held.bytes());
     }
 
     /// Bytes that may be on their way.
@@ -129,6 +105,7 @@ impl Controller for Paced {
         if bytes > ONLY_ACKS {
             self.clock.sent(now, self.usage.in_flight == 0);
             self.usage.sent(now, bytes, self.inner.window(), self.is_in_slow_start(), self.mtu);
+            self.sends_again = false;
         }
         self.inner.on_sent(self.clock.at(now), bytes, last_packet_number);
     }
@@ -136,7 +113,7 @@ impl Controller for Paced {
     fn on_ack(&mut self, now: Instant, sent: Instant, bytes: u64, _app_limited: bool, rtt: &RttEstimator) {
         (self.rate.rtt, self.rate.shortest_rtt) = (rtt.get(), rtt.min());
         self.rate.acknowledged(now, sent, bytes, self.mtu);
-        self.gap.acknowledged(sent, bytes);
+        self.held.acknowledged(sent, bytes);
         let (now, sent_at, is_in_use) = (self.clock.at(now), self.clock.packet(now, sent), self.usage.was_in_use(sent));
         let bytes = if is_in_use && self.would_start_slowly() && self.fills_the_path() {
             self.slow_growth.acknowledged(bytes, self.inner.window(), self.mtu)
@@ -161,7 +138,11 @@ impl Controller for Paced {
         let (inner_now, inner_sent) = (self.clock.at(now), self.clock.packet(now, sent));
         self.inner.on_congestion_event(inner_now, inner_sent, is_persistent_congestion, lost_bytes);
         self.clock.lost(now, sent);
-        self.gap.lost(now, lost_bytes, self.mtu);
+        // None are where a router has only marked a datagram.
+        if lost_bytes > 0 {
+            self.held.lost(now, sent, lost_bytes, self.mtu);
+            self.sends_again = true;
+        }
         self.allow();
     }
 
@@ -177,7 +158,9 @@ impl Controller for Paced {
         let window = self.inner.window();
         let in_flight = self.usage.in_flight;
         if in_flight + BATCH * self.mtu > window {
-            return window;
+            // quinn sends nothing, however short it is, while a full datagram would make it reach this.
+            let most = if self.sends_again { window.max(in_flight + 1) } else { window };
+            return most + self.mtu;
         }
         if self.rate.shortest_rtt < SHORTEST_PACED {
             return UNPACED;
@@ -200,7 +183,12 @@ impl Controller for Paced {
     }
 
     fn clone_box(&self) -> Box<dyn Controller> {
-        Box::new(Paced { inner: self.inner.clone_box(), allowance: self.allowance.clone(), ..*self })
+        Box::new(Paced {
+            inner: self.inner.clone_box(),
+            held: self.held.clone(),
+            allowance: self.allowance.clone(),
+            ..*self
+        })
     }
 
     fn initial_window(&self) -> u64 {
@@ -222,15 +210,11 @@ const UNPACED: u64 = u64::MAX;
 /// Most datagrams that quinn 0.11 sends before it tells its controller of them.
 const BATCH: u64 = 10;
 
-/// A window is made of so many pieces, if they are not shorter than this.
-const PIECES: u64 = 32;
-const LEAST_PIECE: usize = 1024;
-
-/// The headers of datagrams and frames, and acknowledgements among them, take no more than this part of the window.
-const HEADERS_SHARE: u64 = 16;
-
 /// A datagram of up to this many bytes brings acknowledgements and no part of a message: a message begins with a header of 64 bytes.
 const ONLY_ACKS: u64 = 64;
+
+/// Of a window that is used, no more than this part and four datagrams is not.
+const UNUSED_SHARE: u64 = 8;
 
 /// Whether the window is what holds the sender back.
 #[derive(Clone, Copy, Debug, Default)]
@@ -244,8 +228,8 @@ struct WindowUsage {
 impl WindowUsage {
     fn sent(&mut self, now: Instant, bytes: u64, window: u64, in_slow_start: bool, mtu: u64) {
         self.in_flight += bytes;
-        // What is allowed does not fill it to the last byte.
-        let is_full = self.in_flight + 2 * window / HEADERS_SHARE + 4 * mtu > window;
+        // What is allowed does not fill it to the last byte, and a writer waits until there is room for a piece.
+        let is_full = self.in_flight + window / UNUSED_SHARE + 4 * mtu > window;
         let is_in_use = if in_slow_start { 2 * self.in_flight > window } else { is_full };
         if is_in_use {
             self.in_use = Some(now);
@@ -255,30 +239,6 @@ impl WindowUsage {
     /// Whether it was while, or after, a packet that was `sent` then was on its way.
     fn was_in_use(&self, sent: Instant) -> bool {
         self.in_use.is_some_and(|last| sent <= last)
-    }
-}
-
-/// What is missing of what the peer has.
-#[derive(Clone, Copy, Debug, Default)]
-struct Gap {
-    /// When what was lost was sent again.
-    since: Option<Instant>,
-    /// Bytes that are lost, or acknowledged beyond.
-    beyond: u64,
-}
-
-impl Gap {
-    /// A loss is seen when three datagrams beyond it are acknowledged.
-    fn lost(&mut self, now: Instant, bytes: u64, mtu: u64) {
-        (self.since, self.beyond) = (Some(now), self.beyond + bytes + 3 * mtu);
-    }
-
-    fn acknowledged(&mut self, sent: Instant, bytes: u64) {
-        match self.since {
-            Some(since) if sent < since => self.beyond += bytes,
-            Some(_) => *self = Gap::default(),
-            None => {}
-        }
     }
 }
 
@@ -306,13 +266,13 @@ impl SlowGrowth {
     }
 }
 
-/// The time in which something is sent or on its way, on which the inner controller runs; as `bictcp_cwnd_event` has it in Linux.
+/// The time in which something is on its way, on which the inner controller runs. Linux's stops when the last packet of a message is sent
+/// (`bictcp_cwnd_event`); but there acknowledgements alone let the window grow of the Reno that CUBIC is to keep up with, and in quinn this
+/// clock does.
 #[derive(Clone, Copy, Debug)]
 struct SendingClock {
     /// How long nothing was sent, in all.
     stopped: Duration,
-    /// When something was sent last.
-    last_sent: Instant,
     /// Since when nothing is on its way. What only asks whether the peer is there, and its answer, do not wake the clock.
     resting_since: Option<Instant>,
     /// The latest time that it has shown: it does not go back.
@@ -323,15 +283,15 @@ struct SendingClock {
 
 impl SendingClock {
     fn new(now: Instant) -> Self {
-        SendingClock { stopped: Duration::ZERO, last_sent: now, resting_since: None, shown: now, lost: None }
+        SendingClock { stopped: Duration::ZERO, resting_since: Some(now), shown: now, lost: None }
     }
 
     /// Something is sent, `after_pause` when nothing was on its way before.
     fn sent(&mut self, now: Instant, after_pause: bool) {
         if after_pause {
-            self.stopped += now.saturating_duration_since(self.last_sent);
+            self.stopped += now.saturating_duration_since(self.resting_since.unwrap_or(now));
         }
-        (self.last_sent, self.resting_since) = (now, None);
+        self.resting_since = None;
     }
 
     /// Nothing is on its way any more.
@@ -454,28 +414,25 @@ mod tests {
         assert!(usage.was_in_use(at(0)) && usage.was_in_use(at(1)) && !usage.was_in_use(at(2)));
     }
 
+    fn paced(now: Instant) -> Box<Paced> {
+        let inner = Arc::new(quinn::congestion::CubicConfig::default());
+        let factory = Arc::new(PacedFactory { inner, send_window: 1 << 22 });
+        factory.build(now, MTU as u16).into_any().downcast::<Paced>().unwrap()
+    }
+
     #[test]
-    fn what_is_allowed_fits_into_the_window_and_waits_for_no_gap() {
+    fn one_datagram_is_sent_at_once_after_a_loss() {
         let began = Instant::now();
-        let at = |millis| began + Duration::from_millis(millis);
-        let factory = PacedFactory { inner: Arc::new(quinn::congestion::CubicConfig::default()), send_window: 1 << 22 };
-        let mut paced = Arc::new(factory).build(began, MTU as u16).into_any().downcast::<Paced>().unwrap();
-        let allowance = paced.allowance.clone();
+        let mut paced = paced(began);
         let window = paced.congestion_window();
-        assert_eq!(allowance.news(), Some(window - window / HEADERS_SHARE - MTU));
-        assert_eq!(allowance.news(), None, "quinn has been told");
-        assert_eq!((allowance.piece(65_536), allowance.piece(500)), (LEAST_PIECE, 500));
-        paced.on_congestion_event(at(10), at(1), false, MTU);
-        let window = paced.congestion_window();
-        let room = window - window / HEADERS_SHARE - MTU;
-        assert_eq!(allowance.news(), Some(room + 4 * MTU));
-        // Two more beyond the gap, then one that was sent after it was filled.
-        paced.gap.acknowledged(at(9), 2 * MTU);
-        paced.allow();
-        assert_eq!(allowance.news(), Some(room + 6 * MTU));
-        paced.gap.acknowledged(at(11), MTU);
-        paced.allow();
-        assert_eq!(allowance.news(), Some(room));
+        paced.on_sent(began, window, 11);
+        assert_eq!(paced.window(), window + MTU);
+        paced.on_congestion_event(began + Duration::from_millis(50), began, false, MTU);
+        let in_flight = window - MTU;
+        assert!(paced.congestion_window() < in_flight);
+        assert!(in_flight + MTU < paced.window() && in_flight + 2 * MTU >= paced.window());
+        paced.on_sent(began + Duration::from_millis(50), MTU, 12);
+        assert_eq!(paced.window(), paced.congestion_window() + MTU);
     }
 
     #[test]
@@ -491,9 +448,7 @@ mod tests {
     #[test]
     fn what_only_acknowledges_is_not_on_its_way() {
         let now = Instant::now();
-        let factory =
-            Arc::new(PacedFactory { inner: Arc::new(quinn::congestion::CubicConfig::default()), send_window: 1 << 22 });
-        let mut paced = factory.build(now, MTU as u16).into_any().downcast::<Paced>().unwrap();
+        let mut paced = paced(now);
         paced.on_sent(now, ONLY_ACKS, 0);
         assert_eq!(paced.usage.in_flight, 0);
         paced.on_sent(now, ONLY_ACKS + 1, 1);
@@ -523,11 +478,14 @@ mod tests {
         clock.rest(at(60));
         clock.rest(at(500));
         assert_eq!(clock.at(at(700)), at(60));
-        // What is sent after a pause follows what was sent last.
+        // What is sent after a pause follows the last acknowledgement.
         clock.sent(at(1010), true);
         assert_eq!(clock.at(at(1010)), at(60));
-        assert_eq!(clock.at(at(1050)), at(60));
-        assert_eq!(clock.at(at(1070)), at(70));
+        assert_eq!(clock.at(at(1050)), at(100));
+        // Neither before anything has been sent.
+        let mut clock = SendingClock::new(began);
+        clock.sent(at(500), true);
+        assert_eq!(clock.at(at(510)), at(10));
     }
 
     #[test]

@@ -34,6 +34,48 @@ fn a_device_on_which_something_runs_for_ever_is_given_up() {
     }
 }
 
+/// The job has failed, and what that ended has ended, before the device stops to do anything.
+#[test]
+fn the_last_communicator_does_not_wait_for_a_device_that_hangs() {
+    let (comm, _control) = ranks(1, 2).remove(0);
+    comm.abort("a test");
+    let deadline = soon();
+    // The communicator, its owner and the state of its group are left.
+    while comm.engine().shared.failure().is_none() || Arc::strong_count(comm.engine()) > 3 {
+        assert!(!deadline.has_passed(), "the threads that end NCCL's communicators go on");
+        thread::sleep(Duration::from_millis(1));
+    }
+    let device = comm.engine().device.clone();
+    device.behave(Behaviour::Hangs);
+    let began = Instant::now();
+    drop(comm);
+    assert!(began.elapsed() < GRACE / 2, "{:?}", began.elapsed());
+    // For the thread that waits.
+    device.behave(Behaviour::Works);
+}
+
+/// Which it needs to learn that the job has failed.
+#[test]
+fn an_operation_gets_its_lane_while_another_thread_waits_for_the_device() {
+    let (comm, _control) = ranks(1, 1).remove(0);
+    let engine = comm.engine().clone();
+    engine.device.behave(Behaviour::Hangs);
+    thread::scope(|scope| {
+        scope.spawn(|| engine.settle());
+        let deadline = soon();
+        while !engine.device.is_busy() {
+            assert!(!deadline.has_passed(), "the stream is not marked");
+            thread::sleep(Duration::from_millis(1));
+        }
+        let began = Instant::now();
+        drop(engine.shared.lanes[0].scratch());
+        assert!(began.elapsed() < GRACE / 2, "{:?}", began.elapsed());
+        // It would wait for all of its time.
+        engine.device.behave(Behaviour::Works);
+    });
+    assert!(!engine.device.is_given_up());
+}
+
 #[test]
 fn growable_memory_gives_back_what_it_has_outgrown_once_nothing_else_runs() {
     const MIB: usize = 1 << 20;

@@ -223,6 +223,12 @@ impl Device {
         super::stand_in::behave(self.0.context, behaviour);
     }
 
+    /// Whether the stand-in for it has been given something that it has not done. Of a real device this is not known.
+    #[cfg(feature = "stand-in")]
+    pub fn is_busy(&self) -> bool {
+        super::stand_in::is_busy(self.0.context)
+    }
+
     pub(crate) fn allocate(&self, bytes: usize) -> Result<Memory> {
         let mut address = 0;
         // The driver refuses to allocate nothing.

@@ -30,9 +30,13 @@ impl Pool {
     /// What `write` appends to a buffer.
     pub(crate) fn fill(&self, write: impl FnOnce(&mut Vec<u8>)) -> Bytes {
         let kept = self.free_list.buffers.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let mut buffer = kept.unwrap_or_else(|| Vec::with_capacity(OFFSET + self.free_list.capacity));
-        buffer.clear();
-        buffer.resize(OFFSET, 0);
+        let mut buffer = kept.unwrap_or_else(|| {
+            let mut buffer = Vec::with_capacity(OFFSET + self.free_list.capacity);
+            buffer.resize(OFFSET, 0);
+            buffer
+        });
+        // What is before the content of one that is used again stays.
+        buffer.truncate(OFFSET);
         write(&mut buffer);
         Bytes::from_owner(PooledBuffer { buffer, free_list: self.free_list.clone() })
     }

@@ -40,3 +40,8 @@ pub(crate) fn behave(context: *mut c_void, behaviour: Behaviour) {
         context.behave(behaviour);
     }
 }
+
+/// Whether the device of a context has something to do.
+pub(crate) fn is_busy(context: *mut c_void) -> bool {
+    stream::Context::of(context).is_some_and(stream::Context::is_busy)
+}

@@ -69,6 +69,10 @@ impl Context {
         lock(&self.state).behaviour == Behaviour::Lost
     }
 
+    pub(super) fn is_busy(&self) -> bool {
+        lock(&self.state).jobs > 0
+    }
+
     /// Waits for everything on the device, as freeing its memory does.
     pub(super) fn synchronise(&self) {
         let mut state = lock(&self.state);
