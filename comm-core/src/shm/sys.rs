@@ -73,9 +73,14 @@ impl Segment {
         Ok(Segment { map, layout })
     }
 
-    /// Has these bytes in this process's page tables before they are needed. A kernel that cannot do that (older than 5.14) does it when they are.
+    /// Has these bytes in this process's page tables before they are needed. A kernel that cannot do that (older than 5.14) does it when they are,
+    /// and so it is in jobs of many ranks, which never use most of their rings.
     fn touch(&self, offset: usize, length: usize) {
-        let _ = self.map.advise_range(Advice::PopulateWrite, offset, length);
+        /// Of other ranks.
+        const MOST: usize = 64;
+        if self.layout.slots() <= MOST {
+            let _ = self.map.advise_range(Advice::PopulateWrite, offset, length);
+        }
     }
 
     pub(super) fn layout(&self) -> &Layout {
