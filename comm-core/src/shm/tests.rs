@@ -378,7 +378,8 @@ fn a_loan_that_was_given_up_is_not_believed() {
         let error = send(&first, 1, 1, &payload, Deadline::after(Duration::from_millis(200))).unwrap_err();
         payload.fill(3);
         given_up.send(()).unwrap();
-        (error, first)
+        // Kept until the receiver has ended: without it there would be nothing to read.
+        (error, first, payload)
     });
     let wait = move || has_given_up.recv_timeout(TIMEOUT).map_err(|error| Error::invalid(error.to_string()));
     let mut sink = Interrupted { first: Some(wait), bytes: Vec::new() };
