@@ -48,7 +48,8 @@ pub(crate) static SHM: Entry = Entry {
     missing: &|| None,
     check_values: &|_| Ok(()),
     connect: Some(&|kind, control, options| {
-        let shm = ShmOptions { lanes: options.lanes, waiting: options.waiting, ..ShmOptions::default() };
+        let for_ranks = ShmOptions::for_ranks(control.world_size(), options.lanes);
+        let shm = ShmOptions { waiting: options.waiting, ..for_ranks };
         let transport = ShmTransport::connect(&*control, &shm, Deadline::after(options.timeout))?;
         Connected::over(kind, transport, control, options)
     }),

@@ -1,6 +1,7 @@
 //! From a name to a communicator.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use comm_core::control::{Subgroup, TcpControl};
 use comm_core::engine::Engine;
@@ -18,15 +19,21 @@ impl Connected {
     /// second transport lacks are refused: [`TransportOptions::only_for`] leaves them out.
     ///
     /// # Errors
-    /// `InvalidArgument` for a name that is no transport's: the job is not told of it, and ranks that wait here for this one fail by their
-    /// timeout. `Rendezvous` where ranks give different names; those of [`Control::all_gather`] and [`TransportKind::connect`]. Of these the job
-    /// has been told.
+    /// `InvalidArgument` for a name that is no transport's, when all ranks have come here: if all give that name, the job goes on. `Rendezvous` where
+    /// ranks give different names; those of [`Control::all_gather`] and [`TransportKind::connect`]. Of these the job has been told.
     pub fn beside(&self, name: &str, options: &TransportOptions) -> Result<Connected> {
+        let part = Subgroup::split(self.control.clone(), &shortened(name), 0, Deadline::after(options.timeout));
+        let part = part.inspect_err(|error| self.control.poison(error));
+        // Now the others know that it is another name than theirs, if it is.
         let kind: TransportKind = name.parse().map_err(Error::invalid)?;
-        let part = Subgroup::split(self.control.clone(), kind.name(), 0, Deadline::after(options.timeout));
-        let connect = |part: Arc<Subgroup>| in_part(kind, &part, options);
-        part.and_then(connect).inspect_err(|error| self.control.poison(error))
+        in_part(kind, &part?, options).inspect_err(|error| self.control.poison(error))
     }
+}
+
+/// A name that may be anything, as others are told of it.
+fn shortened(name: &str) -> String {
+    const MOST: usize = 64;
+    name.chars().take(MOST).collect()
 }
 
 /// Connects the ranks of a part of a job, with errors that name ranks of the job.
@@ -47,20 +54,28 @@ pub(crate) fn in_part(kind: TransportKind, part: &Arc<Subgroup>, options: &Trans
 /// `InvalidArgument` for a name that is no transport's, or options that it does not have; `Unsupported` for a transport that this build lacks,
 /// and for `local`, whose ranks [`threads`] makes; `Rendezvous` where ranks disagree, or where rank 0 cannot listen; those of the transport.
 ///
-/// The other ranks fail, too: by their timeout where this one has failed before it met them, as for an unknown name, refused options or an
-/// address at which it cannot listen; else as soon as they are told. This is no barrier: a rank may be ahead, have returned from here and fail
-/// the job while this one still connects, which then fails with that error.
+/// The other ranks fail, too: by their timeout where this one has failed before it met them, as for an address at which it cannot listen; else as
+/// soon as they are told. For an unknown name and for refused options this one meets them to tell them, and waits for them a few seconds at most.
+/// This is no barrier: a rank may be ahead, have returned from here and fail the job while this one still connects, which then fails with that error.
 pub fn connect(name: &str, job: &Job, options: &TransportOptions) -> Result<Connected> {
-    let kind: TransportKind = name.parse().map_err(Error::invalid)?;
-    kind.check(options)?;
-    let agreement = [
-        ("transport", kind.to_string()),
-        ("lanes", options.lanes.to_string()),
-        ("checked", options.checked.to_string()),
-    ];
-    let control = TcpControl::connect_with(job, &agreement, options.control(), Deadline::after(options.timeout))?;
+    let kind = name.parse::<TransportKind>().map_err(Error::invalid);
+    let transport = kind.as_ref().map_or_else(|_| format!("{} (unknown there)", shortened(name)), ToString::to_string);
+    let agreement =
+        [("transport", transport), ("lanes", options.lanes.to_string()), ("checked", options.checked.to_string())];
+    let meet = |longest: Duration| {
+        let deadline = Deadline::after(options.timeout.min(longest));
+        TcpControl::connect_with(job, &agreement, options.control(), deadline)
+    };
+    let kind = kind.and_then(|kind| kind.check(options).map(|()| kind)).inspect_err(|error| {
+        // Where that fails, they have been told that the ranks disagree, or are not there.
+        let _ = meet(TELL).map(|control| control.poison(error));
+    })?;
+    let control = meet(Duration::MAX)?;
     kind.connect(control.clone(), options).inspect_err(|error| control.poison(error))
 }
+
+/// How long a rank that cannot connect waits for the others, to tell them.
+const TELL: Duration = Duration::from_secs(5);
 
 /// A job whose ranks are threads of this process: one for each, in rank order. Their transport is `local`. [`Connected::beside`] works on them
 /// too, in a thread for each, with the transports between processes, for instance `tcp` or `quic`.
@@ -258,6 +273,71 @@ mod tests {
         for error in ranks(2, |job| connect([first, last][job.rank], &job, &soon).unwrap_err()) {
             let text = error.to_string();
             assert!(matches!(error, Error::Rendezvous(_)) && text.contains(first) && text.contains(last), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_rank_with_an_unknown_name_or_refused_options_does_not_leave_the_others_waiting() {
+        // Far longer than the test may take: nobody may fail by it.
+        let long = TransportOptions { timeout: Duration::from_secs(600), ..options() };
+        let refused = TransportOptions { mtu: Some(1400), ..long.clone() };
+        for at in [0, 1] {
+            let errors = ranks(2, |job| {
+                let name = if job.rank == at { "pigeon" } else { "shm" };
+                connect(name, &job, &long).unwrap_err().to_string()
+            });
+            assert!(errors[at].contains("expected one of"), "{errors:?}");
+            let told = [format!("rank {at} has transport = pigeon (unknown there)"), "transport = shm".into()];
+            assert!(told.iter().all(|part| errors[1 - at].contains(part)), "{errors:?}");
+
+            let errors = ranks(2, |job| {
+                let options = if job.rank == at { &refused } else { &long };
+                connect("shm", &job, options).unwrap_err().to_string()
+            });
+            assert!(errors.iter().all(|error| error.contains("has no option mtu")), "{errors:?}");
+        }
+        // Where all are wrong alike, each says so.
+        for error in ranks(3, |job| connect("pigeon", &job, &long).unwrap_err()) {
+            assert!(matches!(&error, Error::InvalidArgument(why) if why.contains("expected one of")), "{error}");
+        }
+    }
+
+    #[test]
+    fn an_unknown_name_beside_a_transport_fails_at_once_and_ends_the_job_only_where_ranks_differ() {
+        let long = TransportOptions { timeout: Duration::from_secs(600), ..options() };
+        let errors = ranks(2, |job| {
+            let first = connect("shm", &job, &long).unwrap();
+            let unknown = first.beside("pigeon", &long).unwrap_err();
+            assert!(matches!(&unknown, Error::InvalidArgument(why) if why.contains("expected one of")), "{unknown}");
+            assert_eq!(first.comm.all_reduce_scalar(1, ReduceOp::Sum).unwrap(), 2);
+            let name = if job.rank == 1 { "pigeon" } else { "shm" };
+            let error = first.beside(name, &long).unwrap_err();
+            // The job has failed with it.
+            assert!(first.comm.barrier().is_err());
+            error
+        });
+        let texts: Vec<String> = errors.iter().map(ToString::to_string).collect();
+        assert!(matches!(errors[0], Error::Rendezvous(_)), "{texts:?}");
+        assert!(texts[0].contains("pigeon") && texts[0].contains("shm"), "{texts:?}");
+        assert!(texts[1].contains("expected one of"), "{texts:?}");
+    }
+
+    #[test]
+    #[ignore = "minutes, and hundreds of processes: by night"]
+    fn hundreds_of_processes_join_and_come_to_the_right_sum() {
+        let program = std::env::current_exe().unwrap();
+        let join = program.ancestors().nth(2).unwrap().join("examples/join");
+        for kind in usable() {
+            for ranks in [64, 256] {
+                let arguments = [kind.name(), &ranks.to_string(), "1"];
+                let output = std::process::Command::new(&join).args(arguments).output().unwrap();
+                let said = String::from_utf8_lossy(&output.stdout);
+                println!("{said}");
+                let sum = ranks * (ranks - 1) / 2;
+                let expected = format!("{ranks} ranks over {kind}, 1 lane(s), sum {sum}");
+                let errors = String::from_utf8_lossy(&output.stderr);
+                assert!(output.status.success() && said.contains(&expected), "{kind}, {ranks} ranks: {said}{errors}");
+            }
         }
     }
 

@@ -230,6 +230,16 @@ fn launched(rank: usize, port: u16, arguments: &[&str], folder: &Path) -> Comman
     command
 }
 
+/// A process that is killed where a test ends without it.
+struct Started(Child);
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 #[test]
 fn ranks_of_a_launcher_are_measured_and_rank_0_has_the_rows() {
     let folder = tempfile::tempdir().unwrap();
@@ -237,14 +247,13 @@ fn ranks_of_a_launcher_are_measured_and_rank_0_has_the_rows() {
     let arguments =
         "collectives --allow-debug --transports tcp-raw,tcp,quic,shm -b 8 -e 8K -f 1024 -n 2 --rounds 2 --out rows";
     let arguments: Vec<&str> = arguments.split(' ').collect();
-    let mut others: Vec<Child> = [1, 2]
-        .map(|rank| launched(rank, port, &arguments, folder.path()).stdout(Stdio::piped()).spawn().unwrap())
-        .into();
+    let mut others = [1, 2]
+        .map(|rank| Started(launched(rank, port, &arguments, folder.path()).stdout(Stdio::piped()).spawn().unwrap()));
     let output = launched(0, port, &arguments, folder.path()).output().unwrap();
     let said = stdout(&output);
     assert!(output.status.success(), "{said}{}", stderr(&output));
     assert!(said.contains("wrong elements: 0 OK") && said.contains(" (3 rank(s))"), "{said}");
-    for other in &mut others {
+    for Started(other) in &mut others {
         let mut said = String::new();
         other.stdout.take().unwrap().read_to_string(&mut said).unwrap();
         assert!(other.wait().unwrap().success() && said.is_empty(), "{said}");

@@ -288,27 +288,62 @@ fn a_plan_with_ranks_that_talk_to_nobody_says_how_much_is_computed() {
     }
 }
 
+/// A process that is killed where a test ends without it.
+struct Started(Option<Child>);
+
+impl Started {
+    fn new(command: &mut Command) -> Self {
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        Started(Some(command.spawn().unwrap()))
+    }
+
+    fn id(&self) -> u32 {
+        self.0.as_ref().unwrap().id()
+    }
+
+    fn has_ended(&mut self) -> bool {
+        self.0.as_mut().unwrap().try_wait().unwrap().is_some()
+    }
+
+    fn kill(&mut self) {
+        let _ = self.0.as_mut().unwrap().kill();
+    }
+
+    fn output(mut self) -> Output {
+        self.0.take().unwrap().wait_with_output().unwrap()
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
 /// A sweep as rank `rank` of two that a launcher has started by hand.
-fn launched(bench: &Bench, rank: usize, port: u16, more: &[&str]) -> Child {
+fn launched(bench: &Bench, rank: usize, port: u16, more: &[&str]) -> Started {
     let mut command = bench.command(more);
     command.env("COMM_RANK", rank.to_string()).env("COMM_WORLD_SIZE", "2");
     command.env("COMM_ADDR", format!("127.0.0.1:{port}")).env("COMM_SECRET", "a secret for tests only");
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    Started::new(&mut command)
 }
 
 /// What two ranks have said when both have ended, in less than two minutes.
-fn ended(ranks: [Child; 2]) -> [Output; 2] {
+fn ended(ranks: [Started; 2]) -> [Output; 2] {
     let began = Instant::now();
     let mut ranks = ranks;
-    while ranks.iter_mut().any(|rank| rank.try_wait().unwrap().is_none()) {
+    while !ranks.iter_mut().all(Started::has_ended) {
         if began.elapsed() > Duration::from_secs(120) {
-            ranks.iter_mut().for_each(|rank| drop(rank.kill()));
-            let told = ranks.map(|rank| said(&rank.wait_with_output().unwrap()));
+            ranks.iter_mut().for_each(Started::kill);
+            let told = ranks.map(|rank| said(&rank.output()));
             panic!("the ranks have not ended: {told:?}");
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    ranks.map(|rank| rank.wait_with_output().unwrap())
+    ranks.map(Started::output)
 }
 
 fn free_port() -> u16 {
@@ -427,7 +462,7 @@ fn a_launchers_process_that_dies_ends_the_sweep_which_goes_on_with_the_cell_that
     let port = free_port();
     let [first, mut second] = [0, 1].map(|rank| launched(&bench, rank, port, &[]));
     trainer_of(second.id());
-    second.kill().unwrap();
+    second.kill();
     let [first, _] = ended([first, second]);
     assert_eq!(first.status.code(), Some(1), "{}", said(&first));
     assert!(said(&first).contains("no cell can run any more") && said(&first).contains("--resume"), "{}", said(&first));
@@ -469,7 +504,7 @@ impl TwoMachines {
     }
 
     /// `command` on one of them, with a monotonic clock that is so many seconds ahead.
-    fn start(&self, number: usize, ahead: u64, command: &Command) -> Child {
+    fn start(&self, number: usize, ahead: u64, command: &Command) -> Started {
         let mut there = Command::new("ip");
         there.args([
             "netns",
@@ -484,7 +519,7 @@ impl TwoMachines {
         there.arg(command.get_program()).args(command.get_args()).current_dir(command.get_current_dir().unwrap());
         there.env("COMM_RANK", number.to_string()).env("COMM_WORLD_SIZE", "2");
         there.env("COMM_ADDR", "10.77.0.1:29400").env("COMM_SECRET", "a secret for tests only");
-        there.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        Started::new(&mut there)
     }
 }
 

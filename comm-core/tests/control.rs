@@ -46,6 +46,29 @@ fn gathers_blobs_of_the_greatest_size() {
 }
 
 #[test]
+fn what_only_rank_0_needs_the_others_do_not_get() {
+    let all = group(3, |control| {
+        let mine = vec![control.rank() as u8; MAX_BLOB];
+        let at_0: Vec<_> = (0..3).map(|_| control.gather_at_0("big", &mine, after(20_000)).unwrap()).collect();
+        // The next one is a gathering of its own.
+        assert_eq!(control.all_gather("small", &mine[..1], after(20_000)).unwrap(), [[0], [1], [2]]);
+        control.leave(after(20_000)).unwrap();
+        at_0
+    });
+    for (rank, at_0) in all.into_iter().enumerate() {
+        for blobs in at_0 {
+            assert_eq!(blobs.len(), if rank == 0 { 3 } else { 0 });
+            assert!(blobs.iter().enumerate().all(|(rank, blob)| *blob == vec![rank as u8; MAX_BLOB]));
+        }
+    }
+    let errors = texts(group(3, |control| match control.rank() {
+        1 => control.gather_at_0("a", b"", after(20_000)),
+        _ => control.all_gather("a", b"", after(20_000)),
+    }));
+    assert!(errors.iter().all(|e| e.contains("rank 1 gathers \"a\" for rank 0")), "{errors:?}");
+}
+
+#[test]
 fn different_labels_are_an_error_for_all() {
     let errors = texts(group(3, |control| {
         let label = if control.rank() == 2 { "b" } else { "a" };

@@ -76,7 +76,8 @@ pub(crate) fn connect(
         let address = to_dial(other.address.0, own);
         Ok(DialTarget { peer, address, config, dial_errors: Arc::clone(&dial_errors) })
     };
-    let dial_targets = ranks.iter().enumerate().take(rank).map(dial).collect::<Result<Vec<_>>>()?;
+    // From its neighbour on, so that the ranks do not all dial rank 0 first.
+    let dial_targets = ranks.iter().enumerate().take(rank).rev().map(dial).collect::<Result<Vec<_>>>()?;
 
     let failed = failure_of(control);
     let (endpoint, socket) = endpoint(&driver, socket, sizes, (rank + 1 < world_size).then_some(server))?;

@@ -91,6 +91,10 @@ pub(crate) struct DialTarget {
 /// By peer that is being dialled: why the last attempt failed.
 pub(crate) type DialErrors = Arc<Mutex<BTreeMap<usize, String>>>;
 
+/// Ranks that a rank dials at a time. With hundreds of ranks on few cores a handshake takes as long as all that are under way together, and
+/// must end in [`ACCEPT_TIMEOUT`].
+const DIALS_AT_ONCE: usize = 8;
+
 /// Most handshakes under way from addresses that no rank announced.
 const MAX_UNVERIFIED: usize = 64;
 
@@ -136,8 +140,9 @@ impl UnverifiedHandshakes {
     }
 }
 
-/// Dials the ranks of `dial_targets`, accepts those that are pinned, and stores the connections as they are made. A rank dials from the
-/// address that it announced, one of `expected`, and is served at once; handshakes from elsewhere share the few that [`MAX_UNVERIFIED`] allows.
+/// Dials the ranks of `dial_targets`, in this order and a few at a time, accepts those that are pinned, and stores the connections as they are
+/// made. A rank dials from the address that it announced, one of `expected`, and is served at once; handshakes from elsewhere share the few
+/// that [`MAX_UNVERIFIED`] allows.
 ///
 /// # Errors
 /// `PeerLost` when a dialled rank refuses for good.
@@ -151,19 +156,19 @@ pub(crate) async fn connect_peers(
     peers: &mut [Option<PeerConnection>],
 ) -> Result<()> {
     let (mut tasks, mut unverified) = (JoinSet::new(), UnverifiedHandshakes::default());
-    for DialTarget { peer, address, config, dial_errors } in dial_targets {
-        let endpoint = endpoint.clone();
-        tasks.spawn(async move {
-            let note_error = |why: &ConnectionError| {
-                dial_errors.lock().unwrap_or_else(PoisonError::into_inner).insert(peer, describe(why));
-            };
-            ConnectOutcome::Dialled(peer, dial(&endpoint, config, address, rank, peer, lanes, &note_error).await)
-        });
+    let mut dial_targets = dial_targets.into_iter();
+    for target in dial_targets.by_ref().take(DIALS_AT_ONCE) {
+        tasks.spawn(dial_target(endpoint.clone(), target, rank, lanes));
     }
     while peers.iter().enumerate().any(|(peer, peer_connection)| peer != rank && peer_connection.is_none()) {
         tokio::select! {
             Some(outcome) = tasks.join_next() => match outcome {
-                Ok(ConnectOutcome::Dialled(peer, peer_connection)) => store(peers, peer, peer_connection?),
+                Ok(ConnectOutcome::Dialled(peer, peer_connection)) => {
+                    store(peers, peer, peer_connection?);
+                    if let Some(target) = dial_targets.next() {
+                        tasks.spawn(dial_target(endpoint.clone(), target, rank, lanes));
+                    }
+                }
                 Ok(ConnectOutcome::Accepted(accepted)) => {
                     // A refused connection from outside is not a failure of the job.
                     if let Ok((peer, peer_connection)) = accepted {
@@ -201,6 +206,14 @@ pub(crate) async fn connect_peers(
     }
     refuse_new(endpoint).await;
     Ok(())
+}
+
+async fn dial_target(endpoint: Endpoint, target: DialTarget, rank: usize, lanes: usize) -> ConnectOutcome {
+    let DialTarget { peer, address, config, dial_errors } = target;
+    let note_error = |why: &ConnectionError| {
+        dial_errors.lock().unwrap_or_else(PoisonError::into_inner).insert(peer, describe(why));
+    };
+    ConnectOutcome::Dialled(peer, dial(&endpoint, config, address, rank, peer, lanes, &note_error).await)
 }
 
 /// Keeps the first connection with a peer.

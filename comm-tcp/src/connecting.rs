@@ -63,6 +63,9 @@ impl From<io::Error> for DialError {
 /// Once the process has been out of descriptors for so long, connecting is given up.
 const STARVED: Duration = Duration::from_secs(1);
 
+/// Connections that a rank opens at a time. With hundreds of ranks on few cores a handshake takes as long as all that are under way together.
+pub(crate) const AT_ONCE: usize = 16;
+
 /// Most peers of which an error says where they were looked for.
 const MAX_SHOWN: usize = 4;
 
@@ -83,10 +86,10 @@ impl<'a, L> PendingConnections<'a, L> {
         }
     }
 
-    /// The peers that this rank dials.
+    /// The peers that this rank dials, from itself on and round again, so that the ranks do not all dial the same ones first.
     pub(crate) fn dialled(&self) -> impl Iterator<Item = usize> + use<L> {
         let (rank, world_size) = (self.core.rank, self.core.world_size);
-        (0..world_size).filter(move |peer| *peer != rank && !listens(rank, *peer))
+        (rank + 1..world_size).chain(0..rank).filter(move |peer| !listens(rank, *peer))
     }
 
     /// Where `peer` listens for this rank on `lane`.
@@ -264,7 +267,7 @@ mod tests {
         let pending: PendingConnections<'_, ()> =
             PendingConnections::new(&core, &peer_infos, own, core.need("tcp-raw", 1, 0));
         pending.dial_errors.borrow_mut().insert(3, "Connection refused".into());
-        assert_eq!(pending.dialled().collect::<Vec<_>>(), [0, 3]);
+        assert_eq!(pending.dialled().collect::<Vec<_>>(), [3, 0]);
         let text = pending.where_looked_for(&*ranks[2].control, 0, &[0, 1, 3]);
         assert_eq!(
             text,

@@ -63,16 +63,18 @@
 //! **[`Gate::Filter`]**, the default. Each connection has a listener of its own, with a filter that the kernel runs on every TCP segment
 //! for it (classic BPF, `SO_ATTACH_FILTER`; it takes no privilege). At first the filter passes requests for connections and nothing else:
 //! the kernel answers a request, and the segment that would complete the connection is dropped, so none comes about. `zeromq` dials, and
-//! the dialling rank lets it go no further than that. It finds in the kernel's table of sockets (`/proc`) from which address its
+//! the dialling rank lets it go no further than that. It asks the kernel from which address its
 //! connection comes, and tells the listening rank over the authenticated control plane. That one sets its filter to pass what comes from
-//! this address and port and is no new request, looks whether the kernel knows the request, and hands the listener to `zeromq`. When all
+//! this address and port and is no new request, asks the kernel (`sock_diag`) whether it knows the request, and hands the listener to `zeromq`. When all
 //! ranks have done so, the dialling ranks go on: the first bytes complete the connection. The accepted socket has the same filter. The
 //! identity that it shows in its READY command must be the token that the control plane's key yields for this connection: HMAC-SHA256
 //! over a nonce of the listener, both ranks and the lane. Then the listener closes. `zeromq`'s sockets carry the payload themselves:
 //! no thread, no copy and no descriptor more than without a gate.
 //!
 //! **[`Gate::Relay`]**, which all ranks use as well where one of them cannot have the filter: on another system than Linux, where the
-//! kernel or a sandbox refuses the filter or the table of sockets, or where an address is translated between two ranks.
+//! kernel or a sandbox refuses the filter or the question about a socket, where an address is translated between two ranks, or where one
+//! machine has more ranks than there are ports for their listeners. Over loopback the listeners of hundreds of ranks are on addresses of their
+//! own, 127.1.0.1 and following, unless an address was asked for, so that the ports suffice.
 //! [`facts`](comm_core::Transport::facts) say which gate is in use, and why it is not the filter. The DEALER sockets that accept
 //! connections listen on Unix sockets in a fresh directory that only this user may enter (below the system's directory for temporary
 //! files), and one public TCP listener stands in front of all of them. It speaks the opening of ZMTP itself: exactly 64 bytes of greeting,
@@ -136,7 +138,7 @@
 //! that `zeromq` dials are out of reach and use the kernel's default or what the route says (`ip route … congctl`).
 //! [`facts`](comm_core::Transport::facts) reads back what each side really uses.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod acceptor;
 mod auth;
@@ -146,13 +148,15 @@ mod fault;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
+mod kernel_sockets;
 mod options;
 mod raw;
 mod rendezvous;
 mod runtime;
 mod socket;
 mod socket_folder;
-mod socket_table;
+#[allow(unsafe_code, reason = "questions about sockets that a library keeps to itself")]
+mod sys;
 mod zmq;
 
 pub use options::{Gate, TcpOptions};

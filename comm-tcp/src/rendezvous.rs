@@ -53,6 +53,8 @@ pub(crate) enum Addresses {
     Each(OfferedAddress, Vec<u16>),
     /// A folder with a Unix socket for each peer and lane.
     Unix(FolderInfo),
+    /// Nowhere: why the rank cannot listen behind a packet filter.
+    Refused(String),
 }
 
 impl Addresses {
@@ -84,7 +86,7 @@ impl PeerInfo {
                 address.set_port(*ports.get(peer * lanes + lane).filter(|port| **port != 0)?);
                 Some(address)
             }
-            Addresses::None | Addresses::Unix(_) => None,
+            Addresses::None | Addresses::Unix(_) | Addresses::Refused(_) => None,
         }
     }
 
@@ -92,7 +94,15 @@ impl PeerInfo {
     pub(crate) fn folder(&self) -> Option<&FolderInfo> {
         match &self.addresses {
             Addresses::Unix(folder) => Some(folder),
-            Addresses::None | Addresses::One(_) | Addresses::Each(..) => None,
+            Addresses::None | Addresses::One(_) | Addresses::Each(..) | Addresses::Refused(_) => None,
+        }
+    }
+
+    /// Why this rank cannot listen behind a packet filter, if so.
+    pub(crate) fn refusal(&self) -> Option<&str> {
+        match &self.addresses {
+            Addresses::Refused(why) => Some(why),
+            _ => None,
         }
     }
 
@@ -135,7 +145,7 @@ impl PeerInfo {
     fn ip(&self) -> Option<IpAddr> {
         match &self.addresses {
             Addresses::One(offer) | Addresses::Each(offer, _) => Some(offer.0.ip()),
-            Addresses::None | Addresses::Unix(_) => None,
+            Addresses::None | Addresses::Unix(_) | Addresses::Refused(_) => None,
         }
     }
 }

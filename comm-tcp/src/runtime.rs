@@ -1,7 +1,9 @@
 //! Running many things at once in one task.
 
+use std::cell::RefCell;
 use std::future::Future;
 use std::pin::{Pin, pin};
+use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -58,6 +60,28 @@ impl<'a> Join<'a> {
     /// Adds a part that waits for `peer`.
     pub(crate) fn push(&mut self, peer: usize, part: impl Future<Output = Result<()>> + 'a) {
         self.parts.push((peer, Some(Box::pin(part))));
+    }
+
+    /// Adds so many parts, `at_once`, that together do the `work` on all `items`, in order; they wait for `rank`, this one. What one waits for does
+    /// not hold up the others, and of thousands of items few are under way.
+    pub(crate) fn share<T: 'a, F: Future<Output = Result<()>> + 'a>(
+        &mut self,
+        rank: usize,
+        at_once: usize,
+        items: impl Iterator<Item = T> + 'a,
+        work: impl Fn(T) -> F + 'a,
+    ) {
+        let shared = Rc::new((RefCell::new(items), work));
+        for _ in 0..at_once {
+            let shared = shared.clone();
+            self.push(rank, async move {
+                let next = || shared.0.borrow_mut().next();
+                while let Some(item) = next() {
+                    (shared.1)(item).await?;
+                }
+                Ok(())
+            });
+        }
     }
 
     /// The peers that parts are still waiting for, in order.
@@ -141,6 +165,37 @@ mod tests {
         let (error, took) = wait(&own_error, None);
         assert!(error.to_string().contains("a stranger") && looked.get() == 5, "{error}");
         assert!(took < Duration::from_secs(10), "{took:?}");
+    }
+
+    #[test]
+    fn work_is_shared_by_so_many_parts_and_one_that_waits_holds_up_no_other() {
+        let (under_way, most, done) = (Cell::new(0), Cell::new(0), RefCell::new(Vec::new()));
+        let mut join = Join::default();
+        join.share(0, 3, 0..100, |item| {
+            let (under_way, most, done) = (&under_way, &most, &done);
+            async move {
+                under_way.set(under_way.get() + 1);
+                most.set(under_way.get().max(most.get()));
+                give_way().await;
+                while item == 7 && done.borrow().len() < 99 {
+                    give_way().await;
+                }
+                under_way.set(under_way.get() - 1);
+                done.borrow_mut().push(item);
+                Ok(())
+            }
+        });
+        let bounded = async { tokio::time::timeout(Duration::from_secs(20), join).await.unwrap() };
+        temporary(0).unwrap().block_on(bounded).unwrap();
+        assert_eq!((most.get(), under_way.get()), (3, 0));
+        let mut done = done.into_inner();
+        assert_eq!(done.pop(), Some(7));
+        done.sort_unstable();
+        assert!(done.into_iter().eq((0..100).filter(|item| *item != 7)));
+
+        let mut join = Join::default();
+        join.share(0, 3, 0..100, |item| ready(if item == 50 { Err(Error::invalid("50")) } else { Ok(()) }));
+        assert_eq!(temporary(0).unwrap().block_on(join).unwrap_err().to_string(), "50");
     }
 
     #[test]

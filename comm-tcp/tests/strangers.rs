@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use comm_core::control::TcpControl;
 use comm_core::job::{Address, Job, Secret};
+use comm_core::local::LocalControl;
 use comm_core::location::OfferedAddress;
 use comm_core::{Control, Deadline, Error, Result};
 use comm_tcp::TcpOptions;
@@ -58,7 +59,8 @@ fn watched_job(
 ) {
     thread::scope(|scope| {
         for inner in &controls {
-            let control = Meddling { inner: inner.clone(), meddle: meddle.clone(), steps: steps.clone() };
+            let control =
+                Meddling { inner: inner.clone(), meddle: meddle.clone(), steps: steps.clone(), refusal: None };
             scope.spawn(move || {
                 let transport = kind.connect(&control, options, soon()).unwrap();
                 facts(transport.facts());
@@ -80,6 +82,22 @@ struct Meddling {
     inner: Arc<dyn Control>,
     meddle: Arc<Meddle>,
     steps: Arc<Steps>,
+    /// What rank 1 says instead of where it listens behind a filter.
+    refusal: Option<&'static str>,
+}
+
+impl Meddling {
+    fn refused(&self, label: &str, blob: &[u8]) -> Vec<u8> {
+        let mut told = blob.to_vec();
+        if let (1, Some(why), true) = (self.rank(), self.refusal, label.ends_with(" addresses")) {
+            let mut said: RankResult = postcard::from_bytes(blob).unwrap();
+            if let Ok((_, PeerInfo { addresses: addresses @ Addresses::Each(..), .. })) = &mut said {
+                *addresses = Addresses::Refused(why.into());
+                told = postcard::to_stdvec(&said).unwrap();
+            }
+        }
+        told
+    }
 }
 
 impl Control for Meddling {
@@ -98,7 +116,7 @@ impl Control for Meddling {
             }
         };
         steps(Step::Before(label));
-        let mut blobs = self.inner.all_gather(label, blob, deadline)?;
+        let mut blobs = self.inner.all_gather(label, &self.refused(label, blob), deadline)?;
         if self.rank() == 0 && label.ends_with(" addresses") {
             let mut told: RankResult = postcard::from_bytes(&blobs[1]).unwrap();
             match &mut told {
@@ -111,6 +129,7 @@ impl Control for Meddling {
                         *port = (self.meddle)(SocketAddr::new(address.ip(), *port), salt).port();
                     }
                 }
+                Ok((_, PeerInfo { addresses: Addresses::Refused(_), .. })) => {}
                 _ => panic!("{told:?}"),
             }
             blobs[1] = postcard::to_stdvec(&told).unwrap();
@@ -276,6 +295,30 @@ fn a_translated_address_is_noticed_and_the_relay_takes_over() {
     });
 }
 
+#[test]
+fn a_rank_that_cannot_listen_behind_a_filter_has_all_use_the_relay() {
+    let controls = controls(2);
+    let facts: Vec<_> = thread::scope(|scope| {
+        let connect = |inner: &Arc<LocalControl>| {
+            let (meddle, steps) = (Arc::new(|address: SocketAddr, _: &[u8; 32]| address), Arc::new(|_: Step<'_>| ()));
+            let control = Meddling { inner: inner.clone(), meddle, steps, refusal: Some("no free ports left") };
+            scope.spawn(move || {
+                let transport = Kind::Zmq.connect(&control, &TcpOptions::default(), soon()).unwrap();
+                let peer = 1 - transport.rank();
+                assert_eq!(swap(&*transport, 0, peer, &payload(transport.rank(), 9)).unwrap(), payload(peer, 9));
+                transport.close(soon()).unwrap();
+                transport.facts()
+            })
+        };
+        let threads: Vec<_> = controls.iter().map(connect).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    for facts in facts {
+        let (_, gate) = facts.iter().find(|(name, _)| name == "gate").unwrap();
+        assert!(gate.starts_with("relay") && gate.contains("rank 1: no free ports left"), "{gate}");
+    }
+}
+
 /// Copies in both directions, in threads that end with the connections.
 fn pump(one: &TcpStream, other: &TcpStream) {
     let end = |stream: &TcpStream| stream.try_clone().unwrap();
@@ -438,7 +481,8 @@ fn the_key_of_this_start_would_open_the_door() {
                     done.store(answer.len() > if kind == Kind::Raw { 31 } else { 64 }, Ordering::Relaxed);
                     address
                 };
-                let control = Meddling { inner: inner.clone(), meddle: Arc::new(meddle), steps: Arc::new(|_| ()) };
+                let (meddle, steps) = (Arc::new(meddle), Arc::new(|_: Step<'_>| ()));
+                let control = Meddling { inner: inner.clone(), meddle, steps, refusal: None };
                 // The connection of the rank itself is taken.
                 scope.spawn(move || {
                     kind.connect(&control, &TcpOptions::default(), Deadline::after(Duration::from_secs(3))).err()
@@ -549,7 +593,8 @@ fn a_listener_that_does_not_know_the_key_is_not_taken_for_a_rank() {
                     });
                     address
                 };
-                let control = Meddling { inner: inner.clone(), meddle: Arc::new(impostor), steps: Arc::new(|_| ()) };
+                let (meddle, steps) = (Arc::new(impostor), Arc::new(|_: Step<'_>| ()));
+                let control = Meddling { inner: inner.clone(), meddle, steps, refusal: None };
                 let deadline = Deadline::after(Duration::from_millis(500));
                 let rank = control.rank();
                 match Kind::Raw.connect(&control, &TcpOptions::default(), deadline) {

@@ -23,6 +23,7 @@ pub mod build;
 pub mod checkpoint;
 pub mod cli;
 pub mod config;
+pub mod cores;
 pub mod corpus;
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 mod cube;

@@ -12,6 +12,7 @@ use comm_core::location::bind_address;
 use comm_core::{Control, Deadline, Error, interfaces, printer};
 use isocomm::{Connected, Medium, Nodes, Properties, TransportKind, TransportOptions, connect_node, rank_alone};
 
+use crate::cores;
 use crate::corpus::{Corpus, Origin};
 use crate::devices;
 use crate::flat::DeviceCollectives;
@@ -27,8 +28,8 @@ pub struct RankOptions {
     pub options: TransportOptions,
     /// What connects the ranks of a node, for strategies that tell nodes apart; `None` for the same connections as all ranks'.
     pub node_transport: Option<TransportKind>,
-    /// Threads that compute, in each rank.
-    pub threads: usize,
+    /// Threads that compute, in each rank; `None` for as many as its share of the cores that it may use, which may differ from rank to rank.
+    pub threads: Option<usize>,
     /// What is saved, and from what the run goes on.
     pub keep: Keep,
 }
@@ -71,6 +72,7 @@ pub fn run_watched_threads(
     if let Some(session) = sessions.first() {
         report_stalls(&*session.control);
     }
+    let of_rank = threads_of_process(options, ranks);
     let mut observers = observers.into_iter();
     let outcomes: Vec<Result<Summary, TrainError>> = thread::scope(|scope| {
         let threads: Vec<_> = sessions
@@ -78,8 +80,8 @@ pub fn run_watched_threads(
             .map(|session| {
                 let observer = observers.next();
                 scope.spawn(move || match observer {
-                    Some(observer) => in_pool(config, corpus, &session, options, device, observer),
-                    None => in_pool(config, corpus, &session, options, device, &mut ()),
+                    Some(observer) => in_pool(config, corpus, &session, (options, of_rank), device, observer),
+                    None => in_pool(config, corpus, &session, (options, of_rank), device, &mut ()),
                 })
             })
             .collect();
@@ -166,7 +168,32 @@ pub fn run_rank_over(
         session.node = Some(Node { native, ..node.into() });
     }
     session.native = lender(&session.properties, device).inspect_err(|error| session.control.poison(error))?;
-    in_pool(config, corpus, &session, options, device, observer)
+    let threads = threads_of(job, options, &*session.control).inspect_err(|error| session.control.poison(error))?;
+    if options.threads.is_none() {
+        observer.threads(&threads);
+    }
+    let threads = threads.get(job.rank).copied().unwrap_or(1);
+    in_pool(config, corpus, &session, (options, threads), device, observer)
+}
+
+/// How many threads each rank computes with. Says so where a rank has been given more than the cores that its launcher has left it.
+fn threads_of(job: &Job, options: &RankOptions, control: &dyn Control) -> Result<Vec<usize>, Error> {
+    // Our own launcher binds nobody. Elsewhere some ranks may have been given a number, and others not.
+    let is_ours = job.source == Source::Launch && options.threads.is_some();
+    let shares = match is_ours {
+        true => Vec::new(),
+        false => cores::share(control, Deadline::after(options.options.timeout))?,
+    };
+    let Some(threads) = options.threads else { return Ok(shares) };
+    let cores = cores::allowed().len();
+    if threads > cores && !is_ours {
+        printer::stderr().line(format_args!(
+            "warning: rank {} computes with {threads} threads (--threads) on the {cores} core(s) that it may use; have the launcher leave it more, or \
+             leave out --threads",
+            job.rank
+        ));
+    }
+    Ok(vec![threads; job.world_size])
 }
 
 /// The address that listeners take and the name of its interface, of a job that is not of this machine alone by how it was started, over a
@@ -195,7 +222,7 @@ pub fn run_alone(
     observer: &mut (dyn Observer + Send),
 ) -> Result<Summary, TrainError> {
     let session = Session::new(rank_alone(rank, ranks, &options.options)?, &options.options);
-    in_pool(config, corpus, &session, options, device, observer)
+    in_pool(config, corpus, &session, (options, threads_of_process(options, ranks)), device, observer)
 }
 
 /// Ends a job that this rank of it cannot run, for the reason `why`: the other ranks, which are given the same time to come as those of a job
@@ -338,18 +365,23 @@ fn in_pool(
     config: &TrainConfig,
     corpus: &Corpus,
     session: &Session,
-    options: &RankOptions,
+    (options, threads): (&RankOptions, usize),
     device: &Device,
     observer: &mut (dyn Observer + Send),
 ) -> Result<Summary, TrainError> {
     let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(options.threads)
+        .num_threads(threads)
         .thread_name(|index| format!("compute-{index}"))
         .start_handler(|_| memory::set_thread_default(Category::Activations))
         .build()
-        .map_err(|error| Error::invalid(format!("{} compute threads cannot be started: {error}", options.threads)))
+        .map_err(|error| Error::invalid(format!("{threads} compute threads cannot be started: {error}")))
         .inspect_err(|error| session.control.poison(error))?;
     pool.install(|| train_keeping(config, corpus, session, device, &options.keep, observer))
+}
+
+/// Threads of each rank where all of them are in this process.
+fn threads_of_process(options: &RankOptions, ranks: usize) -> usize {
+    options.threads.unwrap_or_else(|| (cores::count() / ranks.max(1)).max(1))
 }
 
 fn panicked(rank: usize) -> TrainError {

@@ -121,7 +121,7 @@ fn options(folder: &Path, resume: Option<&Path>) -> RankOptions {
     let checkpoints = Some(Checkpoints { store: Store::new(folder), every: SAVED, keep: 1 });
     let resume = resume.map(|path| Arc::new(Saved::open(path).unwrap()));
     let keep = Keep { checkpoints, resume, ..Keep::default() };
-    RankOptions { transport: TransportKind::LOCAL, options, node_transport: None, threads: 1, keep }
+    RankOptions { transport: TransportKind::LOCAL, options, node_transport: None, threads: Some(1), keep }
 }
 
 fn run(config: &TrainConfig, ranks: usize, folder: &Path, resume: Option<&Path>) -> Summary {

@@ -244,6 +244,19 @@ impl<'a> Started<'a> {
     }
 }
 
+impl Drop for Started<'_> {
+    fn drop(&mut self) {
+        // A test that has failed leaves nothing running.
+        if self.launcher.try_wait().is_ok_and(|ended| ended.is_none()) {
+            let _ = self.launcher.kill();
+            let _ = self.launcher.wait();
+            for process in self.ranks().into_values() {
+                let _ = Command::new("kill").args(["-s", "KILL", &process.to_string()]).status();
+            }
+        }
+    }
+}
+
 /// A Slurm of two nodes, which are this machine, in namespaces of their own.
 struct TwoNodes {
     process: Child,

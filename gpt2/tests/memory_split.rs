@@ -50,7 +50,7 @@ fn options(keep: Keep) -> RankOptions {
         transport: TransportKind::LOCAL,
         options: TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() },
         node_transport: None,
-        threads: 1,
+        threads: Some(1),
         keep,
     }
 }

@@ -38,7 +38,7 @@ fn run(config: &TrainConfig, ranks: usize, device: &Device, folder: &Path) -> (S
         transport: TransportKind::LOCAL,
         options: TransportOptions::default(),
         node_transport: None,
-        threads: 1,
+        threads: Some(1),
         keep: Keep { model: Some(checkpoint.clone()), ..Keep::default() },
     };
     let corpus = local::corpus(20_000);

@@ -34,6 +34,12 @@ impl Signals {
         Ok(signals)
     }
 
+    /// As if this one had come.
+    #[cfg(test)]
+    pub(crate) fn raise(&self, signal: usize) {
+        self.0.store(signal, Ordering::Relaxed);
+    }
+
     /// Whether one has come.
     pub fn came(&self) -> bool {
         self.0.load(Ordering::Relaxed) != 0
@@ -57,7 +63,7 @@ mod tests {
     fn a_signal_is_kept_and_told_of() {
         let signals = Signals::default();
         assert!(!signals.came() && signals.check().is_ok());
-        signals.0.store(15, Ordering::Relaxed);
+        signals.raise(15);
         assert!(signals.clone().came());
         assert_eq!(signals.check().unwrap_err().signal, 15);
     }

@@ -43,7 +43,7 @@ pub(super) fn rank_trace(cell: &Cell, text: &TextSource, rank: usize) -> Result<
         transport: TransportKind::LOCAL,
         options: TransportOptions { lanes: kind.lanes(cell.ranks, cell.lanes), ..TransportOptions::default() },
         node_transport: None,
-        threads: cell.threads,
+        threads: Some(cell.threads),
         keep: Keep::default(),
     };
     let mut seen = Seen(Vec::new());

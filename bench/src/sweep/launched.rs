@@ -8,7 +8,7 @@ use gpt2::strategy::StrategyKind;
 use isocomm::{Rung, TransportKind};
 use rig::BenchError;
 use rig::launched::Machine;
-use rig::record::{Cell, LOOPBACK, NETWORK};
+use rig::record::{Cell, LOOPBACK, NETWORK, Record};
 use rig::signal::Signals;
 use rig::training::{LaunchedRanks, TextSource};
 
@@ -38,8 +38,11 @@ pub(super) fn serve(
     data: Option<std::path::PathBuf>,
 ) -> Result<ExitCode, BenchError> {
     let signals = Signals::catch()?;
-    let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
-    let text = source(plan, data, folder.path());
+    let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"));
+    let text = match &folder {
+        Ok(folder) => source(plan, data, folder.path()),
+        Err(why) => Err(why.clone().into()),
+    };
     // Rank 0 says what is wrong.
     if agree(ranks, &told(text.as_ref()))?.is_err() {
         return Ok(echo());
@@ -124,6 +127,22 @@ fn divided(cell: &Cell, machines: &[Machine]) -> Option<String> {
     })
 }
 
+/// A warning where ranks were on other machines in the earlier part of a sweep, whose records these are; by the machines' names.
+pub(super) fn tell_moved(records: &[Record], now: &[Machine]) -> Option<String> {
+    let hosts = |record: &Record| record.measured.as_ref().map(|measured| measured.hosts.clone());
+    let before = records.iter().rev().filter_map(hosts).find(|hosts| !hosts.is_empty())?;
+    let before: Vec<&str> = before.iter().map(|host| host.name.as_str()).collect();
+    let now: Vec<&str> = now.iter().map(|machine| machine.name.as_str()).collect();
+    (before != now).then(|| {
+        format!(
+            "WARNING: the ranks are on other machines ({}) than in the earlier part of this sweep ({}); its rounds cannot be compared with the \
+             new ones",
+            now.join(", "),
+            before.join(", ")
+        )
+    })
+}
+
 /// What is left out of a plan, for people: how many cells for which reason; nothing where all cells can run.
 pub(super) fn tell_left_out(cells: &[Cell], ranks: &LaunchedRanks) -> Option<String> {
     let mut reasons: Vec<(String, usize)> = Vec::new();
@@ -139,6 +158,9 @@ pub(super) fn tell_left_out(cells: &[Cell], ranks: &LaunchedRanks) -> Option<Str
 
 #[cfg(test)]
 mod tests {
+    use rig::environment::Environment;
+    use rig::record::{Host, Measured, Status};
+
     use super::*;
 
     fn machines(placed: &[&[usize]]) -> Vec<Machine> {
@@ -173,6 +195,36 @@ mod tests {
         }
         assert!(why("hsdp", &[&[0], &[1]]).unwrap().contains("nodes of 2 ranks"));
         assert_eq!(why("ddp", &[&[0, 2], &[1, 3]]), None);
+    }
+
+    #[test]
+    fn other_machines_than_before_are_told_of() {
+        let record = |names: &[&str]| {
+            let host = |name: &&str| Host { name: (*name).into(), ..Host::default() };
+            let measured = Measured { hosts: names.iter().map(host).collect(), ..Measured::default() };
+            Record {
+                schema: 1,
+                plan: "x".into(),
+                cell: Cell::default(),
+                round: 1,
+                position: 0,
+                started_unix_s: 0.0,
+                wall_s: 0.0,
+                status: Status::Ok,
+                flags: Vec::new(),
+                measured: Some(measured),
+                environment: Environment::read(),
+            }
+        };
+        let now = machines(&[&[0, 1], &[2, 3]]);
+        let told = |names: &[&[&str]]| {
+            let records: Vec<Record> = names.iter().map(|names| record(names)).collect();
+            tell_moved(&records, &now)
+        };
+        let here = ["of rank 0", "of rank 2"];
+        assert_eq!((told(&[]), told(&[&[]]), told(&[&["x", "y"], &here, &[]])), (None, None, None));
+        let warning = told(&[&here, &["of rank 0", "y"]]).unwrap();
+        assert!(warning.contains("(of rank 0, of rank 2)") && warning.contains("(of rank 0, y)"), "{warning}");
     }
 
     #[test]

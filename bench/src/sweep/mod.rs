@@ -361,6 +361,11 @@ impl Sweep {
                  cannot be compared"
             ));
         }
+        if let Some(ranks) = &self.launched
+            && let Some(moved) = launched::tell_moved(&records, ranks.machines())
+        {
+            say(format_args!("{moved}"));
+        }
         // The sweep may have been stopped while it wrote its last line.
         let file = OpenOptions::new().write(true).open(&path);
         file.and_then(|file| file.set_len(whole_bytes)).map_err(|error| format!("{}: {error}", path.display()))?;

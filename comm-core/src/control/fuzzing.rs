@@ -104,7 +104,7 @@ pub fn control_state(bytes: &[u8]) -> Verdict {
             0..=5 => Message::decode(input.counted()),
             6 => Ok(sized_gather(&mut input)),
             7 => {
-                state.begin_gather("label", input.counted());
+                state.begin_gather("label", input.counted(), peer == 1);
                 continue;
             }
             8 => {
@@ -256,6 +256,7 @@ fn messages() -> Vec<Message> {
         Message::Start { session: [3; 32] },
         Message::Heartbeat,
         Message::Gather { sequence: 0, label: "label".into(), blob: Blob(vec![1, 2, 3]) },
+        Message::GatherAt0 { sequence: 1, label: "label".into(), blob: Blob(vec![1, 2, 3]) },
         Message::Gathered { sequence: 0, parts: vec![(0, Blob(vec![1])), (1, Blob(Vec::new()))] },
         Message::WhoIsLate(Wait::Gather(0)),
         Message::Late { wait: Wait::Start, ranks: vec![1, 2] },
@@ -320,6 +321,7 @@ fn is_up(message: &Message) -> bool {
         Message::Join { .. }
             | Message::Heartbeat
             | Message::Gather { .. }
+            | Message::GatherAt0 { .. }
             | Message::WhoIsLate(_)
             | Message::Stalled(_)
             | Message::Doing { .. }

@@ -32,6 +32,16 @@ pub trait Control: Send + Sync + 'static {
     /// [`Error::Rendezvous`] when the labels differ, [`Error::Timeout`], [`Error::PeerLost`], or the job's failure.
     fn all_gather(&self, label: &str, blob: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>>;
 
+    /// As [`all_gather`](Control::all_gather), for rank 0 alone: there it gives the messages of all ranks, elsewhere none once rank 0 has them
+    /// all. A control plane that sends them to everybody nevertheless is right, too, and only slower.
+    ///
+    /// # Errors
+    /// As there.
+    fn gather_at_0(&self, label: &str, blob: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        let all = self.all_gather(label, blob, deadline)?;
+        Ok(if self.rank() == 0 { all } else { Vec::new() })
+    }
+
     /// A key that only the ranks of this job know, for `label`. Keys of different labels tell nothing of each other, and so do
     /// those of another job, another start of this one, another number of ranks or other settings.
     fn derive_key(&self, label: &str) -> [u8; 32];

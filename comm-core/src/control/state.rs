@@ -18,11 +18,10 @@ use std::time::Duration;
 pub(super) use failure::rank_0_is_silent;
 pub(super) use rendezvous::Admission;
 
-use super::MAX_BLOB;
 use super::acceptor::RejectedConnections;
 use super::send_half::SendHalf;
 use super::stall::{Activity, LaneActivity, StallReport, abridged, within};
-use super::wire::{Failure, MAX_LABEL, Message, Wait};
+use super::wire::{Failure, Message, Wait};
 use crate::clock;
 use crate::error::{Error, Result};
 use crate::job::Job;
@@ -181,19 +180,8 @@ impl State {
         match message {
             Message::Heartbeat => {}
             Message::Join { config } => self.join(peer, &config),
-            Message::Gather { sequence, label, blob } => {
-                let expected = self.peer_gatherings.get_mut(peer).ok_or("a rank that does not exist")?;
-                if sequence != *expected {
-                    return Err(format!("gathering {sequence} where {expected} comes next"));
-                }
-                *expected += 1;
-                // Its own control would not have sent it, and with what comes beside it in the answer it may not fit into a frame.
-                if label.len() > MAX_LABEL || blob.0.len() > MAX_BLOB {
-                    return Err(format!("{} B to gather under a label of {} B", blob.0.len(), label.len()));
-                }
-                self.contribute(peer, sequence, label, blob.0);
-                self.check_rounds()?;
-            }
+            Message::Gather { sequence, label, blob } => self.take_part(peer, sequence, (label, false), blob)?,
+            Message::GatherAt0 { sequence, label, blob } => self.take_part(peer, sequence, (label, true), blob)?,
             Message::WhoIsLate(wait) => {
                 let ranks = self.late(wait).into_iter().map(|rank| rank as u32).collect();
                 if let Some(send_half) = self.send_half(peer) {

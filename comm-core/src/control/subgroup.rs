@@ -146,6 +146,12 @@ impl Control for Subgroup {
         })
     }
 
+    /// The group's rank 0 may be another than the job's, so all get what they do not need.
+    fn gather_at_0(&self, label: &str, blob: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        let all = self.all_gather(label, blob, deadline)?;
+        Ok(if self.rank == 0 { all } else { Vec::new() })
+    }
+
     fn derive_key(&self, label: &str) -> [u8; 32] {
         self.job.derive_key(&format!("group {}: {label}", hex(&self.id)))
     }

@@ -228,18 +228,9 @@ impl TcpControl {
             state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
-}
 
-impl Control for TcpControl {
-    fn rank(&self) -> usize {
-        self.job.rank
-    }
-
-    fn world_size(&self) -> usize {
-        self.job.world_size
-    }
-
-    fn all_gather(&self, label: &str, blob: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+    /// Takes part in the next gathering, whose result all ranks get, or rank 0 alone.
+    fn gather_for(&self, label: &str, blob: &[u8], for_root: bool, deadline: Deadline) -> Result<Vec<Vec<u8>>> {
         if blob.len() > MAX_BLOB || label.len() > MAX_LABEL {
             return Err(Error::invalid(format!(
                 "gathering {} bytes under a label of {} bytes: at most {MAX_BLOB} and {MAX_LABEL} are possible",
@@ -254,7 +245,7 @@ impl Control for TcpControl {
             if state.is_leaving() {
                 return Err(Error::invalid(format!("gathering {label:?} after leaving the job")));
             }
-            Ok(state.begin_gather(label, blob))
+            Ok(state.begin_gather(label, blob, for_root))
         })?;
         self.shared.send_rest();
         let operation = || format!("gathering {label:?}");
@@ -264,6 +255,25 @@ impl Control for TcpControl {
             Error::Timeout { .. } => self.verdict(error, Duration::ZERO),
             other => other,
         })
+    }
+}
+
+impl Control for TcpControl {
+    fn rank(&self) -> usize {
+        self.job.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.job.world_size
+    }
+
+    fn all_gather(&self, label: &str, blob: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        self.gather_for(label, blob, false, deadline)
+    }
+
+    fn gather_at_0(&self, label: &str, blob: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        let all = self.gather_for(label, blob, true, deadline)?;
+        Ok(if self.job.rank == 0 { all } else { Vec::new() })
     }
 
     fn derive_key(&self, label: &str) -> [u8; 32] {

@@ -64,6 +64,8 @@ pub(super) enum Message {
     Leave,
     /// Down: all ranks are done.
     AllLeft,
+    /// Up: this rank's part of a gathering whose result only rank 0 needs. To the others it has empty parts.
+    GatherAt0 { sequence: u64, label: String, blob: Blob },
 }
 
 impl Message {
@@ -392,6 +394,7 @@ mod tests {
         for message in [
             Message::Join { config: vec![("seed".into(), "1".into())] },
             Message::Gather { sequence: 3, label: "l".into(), blob: Blob(vec![1; MAX_BLOB]) },
+            Message::GatherAt0 { sequence: 3, label: "l".into(), blob: Blob(vec![1; MAX_BLOB]) },
             Message::Late { wait: Wait::Gather(1), ranks: vec![1, 2] },
             Message::Report(failure),
             Message::AllLeft,

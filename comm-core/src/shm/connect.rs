@@ -73,9 +73,14 @@ pub(super) fn connect(control: &dyn Control, options: &ShmOptions, deadline: Dea
         .enumerate()
         .filter(|(peer, _)| *peer != rank)
         .map(|(peer, theirs)| {
-            open(theirs, &peer_infos[rank].machine, layout, &proof(&key, peer, &theirs.nonce))
-                .map(Arc::new)
-                .map_err(|why| format!("rank {rank} cannot use the memory of rank {peer}: {why}"))
+            open(
+                theirs,
+                &peer_infos[rank].machine,
+                (layout, Layout::slot(peer, rank)),
+                &proof(&key, peer, &theirs.nonce),
+            )
+            .map(Arc::new)
+            .map_err(|why| format!("rank {rank} cannot use the memory of rank {peer}: {why}"))
         })
         .collect();
     let opened = opened.map_err(unsupported(OPENED));
@@ -160,7 +165,13 @@ fn create(
     Ok((segment, file, peer_info))
 }
 
-fn open(theirs: &PeerInfo, here: &MachineId, layout: Layout, proof: &[u8; PROOF_LEN]) -> RankResult<Segment> {
+/// The memory of another rank, with this layout, in which this rank has this slot.
+fn open(
+    theirs: &PeerInfo,
+    here: &MachineId,
+    (layout, slot): (Layout, usize),
+    proof: &[u8; PROOF_LEN],
+) -> RankResult<Segment> {
     if theirs.machine.boot != here.boot {
         return Err("it runs on another machine; choose a transport that connects machines, such as tcp or quic".into());
     }
@@ -190,7 +201,8 @@ fn open(theirs: &PeerInfo, here: &MachineId, layout: Layout, proof: &[u8; PROOF_
     if (metadata.dev(), metadata.ino()) != (theirs.device, theirs.inode) {
         return Err(format!("{path} is not the file that was announced"));
     }
-    let segment = Segment::open(&file, layout).map_err(|error| format!("mapping {} B: {error}", layout.total()))?;
+    let segment =
+        Segment::open(&file, layout, slot).map_err(|error| format!("mapping {} B: {error}", layout.total()))?;
     if !bool::from(segment.proof().ct_eq(proof)) {
         return Err(format!("{path} does not belong to this job"));
     }

@@ -41,8 +41,8 @@ use layout::Layout;
 pub struct ShmOptions {
     /// Lanes, at least one.
     pub lanes: usize,
-    /// Bytes of each ring, a power of two from 4 KiB to 1 GiB. Each rank takes `(ranks − 1) · lanes` times as much memory. Two rings, one
-    /// in each direction, should fit into a core's second cache.
+    /// Bytes of each ring, a power of two from 4 KiB to 1 GiB. Each rank takes `(ranks − 1) · lanes` times as much memory, of which
+    /// [`for_ranks`](ShmOptions::for_ranks) takes care. Two rings, one in each direction, should fit into a core's second cache.
     pub ring_bytes: usize,
     /// Whether a message that does not fit into a ring is copied once, out of the sender's memory, if the system lets every rank read that of
     /// every other. The fact `shm.single_copy` says whether it does. A rank without it is enough for none to use it.
@@ -51,6 +51,20 @@ pub struct ShmOptions {
     pub single_copy: bool,
     /// How this rank waits. Ranks that never sleep ([`Waiting::Busy`]) spare the others the question whether they do.
     pub waiting: Waiting,
+}
+
+impl ShmOptions {
+    /// For a job of so many ranks: with the default rings, or with shorter ones where a rank's rings would take more than 16 MiB. With one lane that is
+    /// from 66 ranks on; 256 ranks have rings of 64 KiB.
+    pub fn for_ranks(ranks: usize, lanes: usize) -> Self {
+        /// Bytes of all rings of a rank.
+        const MOST: usize = 16 << 20;
+        let default = ShmOptions::default();
+        let rings = ranks.saturating_sub(1).saturating_mul(lanes).max(1);
+        // The largest power of two of which so many fit.
+        let fits = 1 << (MOST / rings).max(1).ilog2();
+        ShmOptions { lanes, ring_bytes: default.ring_bytes.min(fits).max(layout::RING_BYTES.0), ..default }
+    }
 }
 
 impl Default for ShmOptions {

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::Duration;
 
-use memmap2::{MmapOptions, MmapRaw};
+use memmap2::{Advice, MmapOptions, MmapRaw};
 use rustix::event::Timespec;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals};
 use rustix::io::retry_on_intr;
@@ -50,21 +50,37 @@ impl Segment {
         // Without this, memory that turns out to be missing later is a SIGBUS.
         retry_on_intr(|| fallocate(&file, FallocateFlags::empty(), 0, length))?;
         fcntl_add_seals(&file, SEALS)?;
-        Ok((Segment::map(&file, layout)?, file))
+        let segment = Segment::map(&file, layout)?;
+        segment.touch(0, layout.total());
+        Ok((segment, file))
     }
 
-    /// Maps what another rank has created. Its size and seals are checked.
-    pub(super) fn open(file: &File, layout: Layout) -> io::Result<Segment> {
+    /// Maps what another rank has created, for the rank of `slot`. Its size and seals are checked.
+    pub(super) fn open(file: &File, layout: Layout, slot: usize) -> io::Result<Segment> {
         let seals = fcntl_get_seals(file)?;
         if !seals.contains(SEALS) || file.metadata()?.len() != layout.total() as u64 {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "it has another size, or could still change it"));
         }
-        Segment::map(file, layout)
+        let segment = Segment::map(file, layout)?;
+        // What lies between the rings of others is theirs: with hundreds of ranks this process would have page tables for gigabytes.
+        segment.touch(0, layout.data(0, 0));
+        segment.touch(layout.data(slot, 0), layout.lanes() * layout.ring_bytes());
+        Ok(segment)
     }
 
     fn map(file: &File, layout: Layout) -> io::Result<Segment> {
-        let map = MmapOptions::new().len(layout.total()).populate().map_raw(file)?;
+        let map = MmapOptions::new().len(layout.total()).map_raw(file)?;
         Ok(Segment { map, layout })
+    }
+
+    /// Has these bytes in this process's page tables before they are needed. A kernel that cannot do that (older than 5.14) does it when they are,
+    /// and so it is in jobs of many ranks, which never use most of their rings.
+    fn touch(&self, offset: usize, length: usize) {
+        /// Of other ranks.
+        const MOST: usize = 64;
+        if self.layout.slots() <= MOST {
+            let _ = self.map.advise_range(Advice::PopulateWrite, offset, length);
+        }
     }
 
     pub(super) fn layout(&self) -> &Layout {

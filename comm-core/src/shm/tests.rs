@@ -41,6 +41,20 @@ fn connected(count: usize, options: ShmOptions) -> Vec<(ShmTransport, Arc<LocalC
     ranks(count, move |_, control| (ShmTransport::connect(&*control, &options, soon()).unwrap(), control))
 }
 
+#[test]
+fn rings_of_many_ranks_are_shorter() {
+    let default = ShmOptions::default().ring_bytes;
+    let ring = |ranks, lanes| ShmOptions::for_ranks(ranks, lanes).ring_bytes;
+    for (ranks, lanes) in [(1, 1), (2, 2), (33, 2), (65, 1), (0, 0)] {
+        assert_eq!(ring(ranks, lanes), default, "{ranks} ranks, {lanes} lanes");
+    }
+    assert_eq!((ring(66, 1), ring(256, 1), ring(256, 2), ring(256, 1024)), (128 << 10, 64 << 10, 32 << 10, 4 << 10));
+    for (ranks, lanes) in [(66, 1), (100, 3), (256, 2), (1000, 1)] {
+        let layout = Layout::new(ranks, lanes, ring(ranks, lanes)).unwrap();
+        assert!(layout.slots() * lanes * layout.ring_bytes() <= 16 << 20, "{ranks} ranks, {lanes} lanes");
+    }
+}
+
 /// Without loans.
 fn small(waiting: Waiting) -> ShmOptions {
     ShmOptions { lanes: 2, ring_bytes: SMALL, single_copy: false, waiting }
@@ -364,7 +378,8 @@ fn a_loan_that_was_given_up_is_not_believed() {
         let error = send(&first, 1, 1, &payload, Deadline::after(Duration::from_millis(200))).unwrap_err();
         payload.fill(3);
         given_up.send(()).unwrap();
-        (error, first)
+        // Kept until the receiver has ended: without it there would be nothing to read.
+        (error, first, payload)
     });
     let wait = move || has_given_up.recv_timeout(TIMEOUT).map_err(|error| Error::invalid(error.to_string()));
     let mut sink = Interrupted { first: Some(wait), bytes: Vec::new() };

@@ -13,7 +13,7 @@ use super::connection::Connection;
 use super::prelude;
 use crate::acceptor::Acceptor;
 use crate::auth::{self, Edge, Key};
-use crate::connecting::{DialError, PendingConnections};
+use crate::connecting::{AT_ONCE, DialError, PendingConnections};
 use crate::core::Core;
 use crate::options::TcpOptions;
 use crate::rendezvous::{Addresses, PeerInfo, edge, expected_edges};
@@ -49,16 +49,15 @@ pub(super) fn all(
     let key = Key(control.derive_key("tcp-raw"));
     runtime::temporary(rank)?.block_on(async {
         let mut join = Join::default();
-        for peer in pending.dialled() {
-            for lane in 0..lanes {
-                let (_, address) = pending.address(peer, lane)?;
-                let edge = edge(rank, peer, lane)?;
-                join.push(peer, dial(&pending, &key, edge, address, congestion));
-            }
-        }
+        let (pending, key) = (&pending, &key);
+        let dialled = pending.dialled().flat_map(|peer| (0..lanes).map(move |lane| (peer, lane)));
+        join.share(rank, AT_ONCE, dialled, move |(peer, lane)| async move {
+            let (_, address) = pending.address(peer, lane)?;
+            dial(pending, key, edge(rank, peer, lane)?, address, congestion).await
+        });
         let expected = expected_edges(rank, world_size, lanes)?;
         if !expected.is_empty() {
-            join.push(rank, accept(&pending, &key, listener, edge(0, rank, 0)?.listener, expected));
+            join.push(rank, accept(pending, key, listener, edge(0, rank, 0)?.listener, expected));
         }
         pending.run(control, "raw TCP", deadline, join).await
     })?;

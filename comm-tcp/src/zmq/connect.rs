@@ -19,7 +19,7 @@ use super::gate::{self, GateReport, PrivateSockets};
 use super::pool::Pool;
 use super::token;
 use crate::auth::{self, Edge, Key, PROOF_LEN};
-use crate::connecting::{DialError, PendingConnections};
+use crate::connecting::{AT_ONCE, DialError, PendingConnections};
 use crate::core::{Core, DescriptorNeed};
 use crate::options::{Gate, OVERHEAD, TcpOptions};
 use crate::rendezvous::{Addresses, PeerInfo, edge, expected_edges};
@@ -136,11 +136,12 @@ fn unfiltered(
             for (edge, bound) in listeners.bound.extract_if(|edge, _| edge.lane as usize == lane) {
                 join.push(edge.dialler as usize, connector.accept_peer(edge, bound));
             }
-            for peer in connector.pending.dialled() {
+            let connector = &connector;
+            join.share(core.rank, AT_ONCE, connector.pending.dialled(), move |peer| async move {
                 let edge = edge(core.rank, peer, lane)?;
                 let (salt, endpoint) = connector.endpoint(edge)?;
-                join.push(peer, connector.dial(edge, endpoint, salt));
-            }
+                connector.dial(edge, endpoint, salt).await
+            });
             connector.pending.run(control, "ZeroMQ", deadline, join).await
         })?;
     }

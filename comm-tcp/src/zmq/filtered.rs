@@ -4,8 +4,8 @@
 //! answered by the kernel, and no connection comes about. The ranks connect in three steps, with the control plane between them:
 //!
 //! 1. The dialling rank has `zeromq` ask for its connection and then lets it wait. Before `zeromq` has sent anything, the rank learns from
-//!    the kernel's table of sockets from which address it asked, and that it was answered; it tells the listening rank the address.
-//! 2. The listening rank opens the filter to what comes from that address, new requests excepted, and looks whether the kernel knows the
+//!    the kernel from which address it asked, and that it was answered; it tells the listening rank the address.
+//! 2. The listening rank opens the filter to what comes from that address, new requests excepted, and asks whether the kernel knows the
 //!    request. If it does not, the address is translated on its way. Only then does `zeromq` get the listener.
 //! 3. The dialling rank lets `zeromq` go on. What it sends first completes the connection.
 //!
@@ -14,7 +14,7 @@
 use std::collections::HashSet;
 use std::future::{Future, poll_fn};
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::pin::Pin;
 use std::task::Poll;
 use std::time::Duration;
@@ -32,33 +32,59 @@ use super::connect::{BoundSocket, Connected, GateInUse, Own, PeerConnector, Sock
 use super::connection::PeerEvent;
 use super::filter;
 use crate::auth::{self, Edge, Key};
-use crate::connecting::PendingConnections;
+use crate::connecting::{AT_ONCE, PendingConnections};
 use crate::core::Core;
+use crate::kernel_sockets::{self, ConnectionLookup, State, TcpSocket, is_same};
 use crate::options::TcpOptions;
 use crate::rendezvous::{Addresses, PeerInfo, edge, expected_edges};
 use crate::runtime::Join;
 use crate::socket::{self, SocketFacts};
-use crate::socket_table::{self, Row, State, is_same};
 
 /// How long a rank waits at most until its requests are answered, before all use the relay. The kernel repeats a request after 1, 3 and
 /// 7 seconds.
 const PATIENCE: Duration = Duration::from_secs(8);
 
-/// Pauses between looks at the table of sockets, the first and the longest.
+/// Pauses between looks at the sockets, the first and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(16));
 
-/// How many times a row is looked for that should be there: one is left out when the table changes while it is read.
+/// How many times a connection is looked for that should be there.
 const LOOKS: usize = 5;
+
+/// With more connections than this in a job, which may all be on one machine, its listeners might not all get a port of one address: the system
+/// has 28,232 that it gives by itself, if nobody has changed that.
+const MANY: usize = 8192;
 
 /// A value, or why the ranks must do without the filter.
 type Filtered<T> = std::result::Result<T, String>;
 
-/// From where a rank has asked for a connection to `listener` on `lane`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Source {
-    listener: u32,
-    lane: u32,
-    address: OfferedAddress,
+/// From where a rank has asked for its connections: for each of its addresses, with port 0, the ports by listener and lane, 0 where it has not
+/// asked from there. Nearly always it is one address.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Sources(Vec<(OfferedAddress, Vec<u16>)>);
+
+impl Sources {
+    fn add(&mut self, core: &Core, edge: Edge, source: SocketAddr) {
+        let mut address = source;
+        address.set_port(0);
+        let at = self.0.iter().position(|(known, _)| known.0 == address).unwrap_or_else(|| {
+            self.0.push((OfferedAddress(address), vec![0; core.world_size * core.lanes]));
+            self.0.len() - 1
+        });
+        let slot = self.0.get_mut(at).and_then(|(_, ports)| ports.get_mut(Sources::place(core, edge)));
+        slot.into_iter().for_each(|port| *port = source.port());
+    }
+
+    /// From where it has asked for this connection.
+    fn find(&self, core: &Core, edge: Edge) -> Option<SocketAddr> {
+        self.0.iter().find_map(|(OfferedAddress(address), ports)| {
+            let port = *ports.get(Sources::place(core, edge)).filter(|port| **port != 0)?;
+            Some(SocketAddr::new(address.ip(), port))
+        })
+    }
+
+    fn place(core: &Core, edge: Edge) -> usize {
+        edge.listener as usize * core.lanes + edge.lane as usize
+    }
 }
 
 /// Connects all pairs of ranks; or says, on all ranks alike, why there is no filter between some of them.
@@ -71,13 +97,20 @@ pub(super) fn connect(
     deadline: Deadline,
 ) -> Result<Filtered<Connected>> {
     let opened = made.and_then(|()| bind_address(options.bind.as_ref(), control)).and_then(|own| {
-        let doors = Doors::open(core, options, (own, control.network().ports))?;
+        let is_chosen = options.bind.is_none() && control.network().bind.is_none();
+        let listen_on = if is_chosen { apart_from_others(core, own) } else { own };
+        let doors = Doors::open(core, options, (listen_on, control.network().ports))?;
         let location = NetworkLocation::of(control);
         Ok((own, PeerInfo { salt: auth::nonce()?, location, addresses: doors.addresses(core) }, doors))
     });
     let peer_info = opened.as_ref().map(|(_, peer_info, _)| peer_info.clone()).map_err(Clone::clone);
     let peer_infos = PeerInfo::exchange(peer_info, "tcp", options, control, deadline)?;
     let (own, PeerInfo { salt, .. }, mut doors) = opened?;
+    let refusals = peer_infos.iter().enumerate();
+    let mut refusals = refusals.filter_map(|(rank, peer_info)| Some((rank, peer_info.refusal()?)));
+    if let Some((rank, why)) = refusals.next() {
+        return Ok(Err(format!("rank {}: {why}", control.job_rank(rank))));
+    }
     let connector = PeerConnector {
         core,
         options,
@@ -87,11 +120,8 @@ pub(super) fn connect(
         pending: PendingConnections::new(core, &peer_infos, own, need(core, options, core.lanes)),
         pool: pool(options),
     };
-    let dials = match &doors.refused {
-        None => Dials::ask(&connector, control, drivers)?,
-        Some(why) => Err(why.clone()),
-    };
-    let sources = dials.as_ref().map(Dials::sources).map_err(Clone::clone);
+    let dials = Dials::ask(&connector, control, drivers)?;
+    let sources = dials.as_ref().map(|dials| dials.sources(core)).map_err(Clone::clone);
     let sources = match agree(control, "tcp sources", &sources, deadline)? {
         Ok(sources) => sources,
         Err(why) => return Ok(Err(why)),
@@ -115,9 +145,8 @@ pub(super) fn connect(
                 connector.accept_peer(edge, bound).await
             });
         }
-        for dial in dials.0.extract_if(.., |dial| dial.edge.lane as usize == lane) {
-            join.push(dial.edge.listener as usize, dial.finish(&connector));
-        }
+        let (connector, of_lane) = (&connector, dials.0.extract_if(.., |dial| dial.edge.lane as usize == lane));
+        join.share(core.rank, AT_ONCE, of_lane.collect::<Vec<_>>().into_iter(), move |dial| dial.finish(connector));
         driver.block_on(connector.pending.run(control, "ZeroMQ", deadline, join))?;
     }
     let connections = connector.pending.into_connections();
@@ -146,72 +175,73 @@ struct Door {
     address: SocketAddr,
 }
 
-/// All listeners of this rank.
+/// All listeners of this rank; or why they have no filter.
 struct Doors {
     doors: Vec<Door>,
-    /// Why they have no filter.
     refused: Option<String>,
 }
 
 impl Doors {
     fn open(core: &Core, options: &TcpOptions, (own, ports): Own) -> Result<Doors> {
-        let mut refused = None;
+        let mut refused_by_kernel = None;
         let mut doors = Vec::new();
+        let refuse = |why| Ok(Doors { doors: Vec::new(), refused: Some(why) });
         for edge in expected_edges(core.rank, core.world_size, core.lanes)? {
-            let listener = socket::listen_prepared(own, ports, options.congestion.as_deref(), |socket| {
+            let opened = socket::listen_prepared(own, ports, options.congestion.as_deref(), |socket| {
                 if let Err(error) = filter::close_to_all(socket) {
-                    refused.get_or_insert_with(|| format!("the system refuses it ({error})"));
+                    refused_by_kernel.get_or_insert_with(|| refused(&error));
                 }
-            })?;
+            });
+            let listener = match opened {
+                Ok(listener) => listener,
+                Err(Error::Io { source, .. }) if ports.is_none() && source.kind() == io::ErrorKind::AddrInUse => {
+                    return refuse(format!(
+                        "{} of this machine has no free ports left for a listener for each connection",
+                        own.ip()
+                    ));
+                }
+                Err(error) => return Err(error),
+            };
+            if let Some(why) = refused_by_kernel {
+                return refuse(why);
+            }
             doors.push(Door { edge, address: port_of(&listener, core.rank)?, listener });
         }
-        Ok(Doors { doors, refused })
+        Ok(Doors { doors, refused: None })
     }
 
     fn addresses(&self, core: &Core) -> Addresses {
-        Addresses::each(core.world_size, core.lanes, self.doors.iter().map(|door| (&door.edge, &door.address)))
+        match &self.refused {
+            Some(why) => Addresses::Refused(why.clone()),
+            None => {
+                Addresses::each(core.world_size, core.lanes, self.doors.iter().map(|door| (&door.edge, &door.address)))
+            }
+        }
     }
 
     /// Opens each listener to its peer's address, of which rank `peer` has told `sources[peer]`.
-    fn admit(
-        &self,
-        connector: &PeerConnector<'_>,
-        control: &dyn Control,
-        sources: &[Vec<Source>],
-    ) -> Result<Filtered<()>> {
+    fn admit(&self, connector: &PeerConnector<'_>, control: &dyn Control, sources: &[Sources]) -> Result<Filtered<()>> {
         let mut expected = Vec::with_capacity(self.doors.len());
         for Door { edge, listener, address } in &self.doors {
-            let mut told = sources.get(edge.dialler as usize).into_iter().flatten();
-            let source = told.find(|source| (source.listener, source.lane) == (edge.listener, edge.lane));
-            let Some(Source { address: OfferedAddress(source), .. }) = source else {
+            let Some(source) = sources.get(edge.dialler as usize).and_then(|told| told.find(connector.core, *edge))
+            else {
                 return Err(Error::Protocol {
                     who: format!("rank {}", control.job_rank(edge.dialler as usize)),
                     what: format!("no address from which it connects on lane {}", edge.lane),
                 });
             };
-            if let Err(error) = filter::admit_only(listener, *source) {
-                return Ok(Err(format!("the system refuses it ({error})")));
+            if let Err(error) = filter::admit_only(listener, source) {
+                return Ok(Err(refused(&error)));
             }
-            expected.push((*edge, *address, *source));
+            expected.push((*edge, *address, source));
         }
         let mut looks = Looks::default();
         loop {
-            let rows = match connector.rows()? {
-                Ok(rows) => rows,
+            expected = match connector.unknown(expected)? {
+                Ok(unknown) => unknown,
                 Err(why) => return Ok(Err(why)),
             };
-            let is_known = |address: SocketAddr, source: SocketAddr| {
-                rows.iter().any(|row| {
-                    matches!(row.state, State::Answered | State::Established)
-                        && is_same(row.local, address)
-                        && is_same(row.remote, source)
-                })
-            };
-            let Some((edge, address, source)) =
-                expected.iter().find(|(_, address, source)| !is_known(*address, *source))
-            else {
-                return Ok(Ok(()));
-            };
+            let Some((edge, address, source)) = expected.first() else { return Ok(Ok(())) };
             if looks.count == LOOKS {
                 return Ok(Err(format!(
                     "the connection of rank {} from {source} to {address} arrives from another address: it is translated on its way, or \
@@ -253,6 +283,9 @@ impl Dial {
     }
 }
 
+/// A connection that this rank listens for, where, and from where it comes.
+type Expected = (Edge, SocketAddr, SocketAddr);
+
 /// All connections that this rank dials.
 struct Dials(Vec<Dial>);
 
@@ -260,8 +293,8 @@ impl Dials {
     /// Asks for all connections, until all are answered.
     fn ask(connector: &PeerConnector<'_>, control: &dyn Control, drivers: &[Driver]) -> Result<Filtered<Dials>> {
         let patience = Deadline::after(PATIENCE.min(connector.deadline.remaining() / 2));
-        let mut known: HashSet<u64> = match connector.rows()? {
-            Ok(rows) => rows.iter().map(|row| row.inode).collect(),
+        let mut known: HashSet<u64> = match connector.own_sockets()? {
+            Ok(own) => own.into_iter().map(|(_, inode)| inode).collect(),
             Err(why) => return Ok(Err(why)),
         };
         let mut dials = Vec::new();
@@ -276,26 +309,28 @@ impl Dials {
         }
         let mut looks = Looks::default();
         while dials.iter().any(|dial| dial.source.is_none()) {
-            let (rows, own) = match (connector.rows()?, connector.own_sockets()?) {
-                (Ok(rows), Ok(own)) => (rows, own),
-                (Err(why), _) | (_, Err(why)) => return Ok(Err(why)),
+            let own = match connector.own_sockets()? {
+                Ok(own) => own,
+                Err(why) => return Ok(Err(why)),
             };
-            let is_new = |row: &Row| own.contains(&row.inode) && !known.contains(&row.inode);
-            let new: Vec<Row> = rows.into_iter().filter(is_new).collect();
+            let new: Vec<TcpSocket> =
+                (own.into_iter().filter(|(_, inode)| !known.contains(inode))).filter_map(TcpSocket::of).collect();
+            // Of a socket that has not been answered the kernel does not tell whom it asks.
+            let is_asking = new.iter().any(|socket| socket.state == State::Asked) && !patience.has_passed();
             for dial in dials.iter_mut().filter(|dial| dial.source.is_none()) {
-                let sockets: Vec<&Row> = new.iter().filter(|row| is_same(row.remote, dial.address)).collect();
-                match sockets[..] {
-                    [Row { state: State::Established, local, .. }] => dial.source = Some(*local),
-                    [Row { state: State::Asked, .. }] if !patience.has_passed() => {}
+                let sockets = new.iter().filter(|socket| socket.remote.is_some_and(|to| is_same(to, dial.address)));
+                match sockets.collect::<Vec<_>>()[..] {
+                    [TcpSocket { state: State::Established, local, .. }] => dial.source = Some(*local),
+                    [] if is_asking => {}
                     [] if dial.missed < LOOKS => dial.missed += 1,
                     [_] | [] => return Ok(Err(format!("nothing answers at {}", dial.address))),
                     // Another part of this program has connected there at the same time. It is not known which one is whose.
                     [..] if dial.missed == LOOKS => {
                         return Ok(Err(format!("this process connects to {} again and again", dial.address)));
                     }
-                    [..] => {
+                    ref all @ [..] => {
                         dial.missed += 1;
-                        known.extend(sockets.iter().map(|row| row.inode));
+                        known.extend(all.iter().map(|socket| socket.inode));
                         let driver = drivers.get(dial.edge.lane as usize);
                         let driver = driver.ok_or_else(|| Error::Internal("a lane has no driver".into()))?;
                         match connector.ask(dial.edge, driver)? {
@@ -312,12 +347,12 @@ impl Dials {
         Ok(Ok(Dials(dials)))
     }
 
-    fn sources(&self) -> Vec<Source> {
-        let told = |dial: &Dial| {
-            let Edge { listener, lane, .. } = dial.edge;
-            Some(Source { listener, lane, address: OfferedAddress(dial.source?) })
-        };
-        self.0.iter().filter_map(told).collect()
+    fn sources(&self, core: &Core) -> Sources {
+        let mut sources = Sources::default();
+        for dial in &self.0 {
+            dial.source.into_iter().for_each(|source| sources.add(core, dial.edge, source));
+        }
+        sources
     }
 }
 
@@ -345,13 +380,13 @@ impl PeerConnector<'_> {
         }
     }
 
-    /// The kernel's table of sockets.
-    fn rows(&self) -> Result<Filtered<Vec<Row>>> {
-        self.read("the table of sockets", socket_table::rows())
+    fn own_sockets(&self) -> Result<Filtered<Vec<kernel_sockets::OwnSocket>>> {
+        self.read("the list of this process's descriptors", kernel_sockets::own())
     }
 
-    fn own_sockets(&self) -> Result<Filtered<HashSet<u64>>> {
-        self.read("the list of this process's descriptors", socket_table::own_sockets())
+    /// Those of the expected connections that the kernel does not know.
+    fn unknown(&self, expected: Vec<Expected>) -> Result<Filtered<Vec<Expected>>> {
+        self.read("what the kernel knows of a connection", unknown(expected))
     }
 
     fn read<T>(&self, what: &str, read: io::Result<T>) -> Result<Filtered<T>> {
@@ -360,6 +395,43 @@ impl PeerConnector<'_> {
             Err(error) if ran_out(&error) => Err(self.pending.ran_out(&format!("reading {what}"), &error)),
             Err(error) => Ok(Err(format!("{what} cannot be read ({error})"))),
         }
+    }
+}
+
+/// Those of the expected connections that the kernel does not know.
+fn unknown(expected: Vec<Expected>) -> io::Result<Vec<Expected>> {
+    if expected.is_empty() {
+        return Ok(expected);
+    }
+    let (mut lookup, mut unknown) = (ConnectionLookup::open()?, Vec::new());
+    for expected @ (_, address, source) in expected {
+        if !matches!(lookup.state(address, source)?, Some(State::Answered | State::Established)) {
+            unknown.push(expected);
+        }
+    }
+    Ok(unknown)
+}
+
+fn refused(error: &io::Error) -> String {
+    format!("the system refuses it ({error})")
+}
+
+/// Where a rank listens that may listen anywhere on its machine: where a job has many connections over loopback, on an address of its own.
+fn apart_from_others(core: &Core, own: SocketAddr) -> SocketAddr {
+    /// The one of rank 0 is 127.1.0.1.
+    const FIRST: u32 = 0x7f01_0001;
+    let connections = core.world_size * (core.world_size - 1) / 2 * core.lanes;
+    let rank = u32::try_from(core.rank).ok().filter(|rank| *rank < 1 << 16);
+    match rank.map(|rank| SocketAddr::from((Ipv4Addr::from(FIRST + rank), 0))) {
+        // Where loopback has no other addresses it cannot be bound.
+        Some(apart)
+            if connections > MANY
+                && own.ip() == IpAddr::V4(Ipv4Addr::LOCALHOST)
+                && TcpListener::bind(apart).is_ok() =>
+        {
+            apart
+        }
+        _ => own,
     }
 }
 
@@ -379,5 +451,49 @@ impl Looks {
             Some(error) => Err(error),
             None => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sources_are_found_by_listener_and_lane() {
+        let core = Core::new(2, 4, 3);
+        let edge = |listener, lane| Edge { dialler: 2, listener, lane };
+        let told = [(edge(0, 0), "10.9.0.2:400"), (edge(3, 2), "10.9.0.2:401"), (edge(0, 2), "[fe80::1%7]:402")];
+        let mut sources = Sources::default();
+        told.into_iter().for_each(|(edge, source)| sources.add(&core, edge, source.parse().unwrap()));
+        assert_eq!(sources.0.len(), 2);
+        let sources: Sources = postcard::from_bytes(&postcard::to_stdvec(&sources).unwrap()).unwrap();
+        let find = |listener, lane| sources.find(&core, edge(listener, lane)).map(|source| source.to_string());
+        assert_eq!(find(0, 0).as_deref(), Some("10.9.0.2:400"));
+        assert_eq!(find(3, 2).as_deref(), Some("10.9.0.2:401"));
+        // What a filter and a look-up need of it.
+        assert_eq!(find(0, 2).as_deref(), Some("[fe80::1]:402"));
+        assert_eq!((find(3, 0), find(9, 0)), (None, None));
+        // A rank may tell fewer ports than there are connections.
+        let short = Sources(vec![(OfferedAddress("10.9.0.2:0".parse().unwrap()), vec![7])]);
+        assert_eq!(
+            (short.find(&core, edge(0, 0)).map(|source| source.port()), short.find(&core, edge(3, 0))),
+            (Some(7), None)
+        );
+    }
+
+    #[test]
+    fn only_ranks_of_many_connections_over_loopback_listen_apart_from_one_another() {
+        let loopback: SocketAddr = "127.0.0.1:0".parse().unwrap();
+        let of = |rank, world_size, lanes, own| apart_from_others(&Core::new(rank, world_size, lanes), own);
+        if TcpListener::bind("127.1.0.1:0").is_err() {
+            println!("skipped: loopback has no other addresses here");
+            return;
+        }
+        assert_eq!(of(0, 256, 1, loopback).to_string(), "127.1.0.1:0");
+        assert_eq!(of(255, 256, 1, loopback).to_string(), "127.1.1.0:0");
+        assert_eq!(of(1, 64, 4, loopback), loopback);
+        assert_ne!(of(1, 64, 8, loopback), loopback);
+        let other: SocketAddr = "10.9.0.1:0".parse().unwrap();
+        assert_eq!(of(1, 256, 1, other), other);
     }
 }

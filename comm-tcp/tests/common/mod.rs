@@ -29,6 +29,7 @@ pub(crate) enum Addresses {
     One(OfferedAddress),
     Each(OfferedAddress, Vec<u16>),
     Unix { machine: String, device: u64, inode: u64, path: PathBuf },
+    Refused(String),
 }
 
 /// A transport under test.

@@ -114,6 +114,12 @@ impl Observer for Progress {
         self.line(&format!("network: rank 0 listens for data at {address} ({interface})"));
     }
 
+    fn threads(&mut self, of_ranks: &[usize]) {
+        let (least, most) = of_ranks.iter().fold((usize::MAX, 0), |(least, most), n| (least.min(*n), most.max(*n)));
+        let threads = if least == most { most.to_string() } else { format!("{least} to {most}") };
+        self.line(&format!("threads: {threads} in each rank, by the cores that it may use"));
+    }
+
     fn nodes(&mut self, nodes: &Nodes) {
         self.line(&format!("nodes: {nodes}"));
     }

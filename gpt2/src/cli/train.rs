@@ -30,6 +30,7 @@ use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, Passing, complain, is_passing
 use crate::batches::{Batches, LastBatch, Share, ShortSequences};
 use crate::checkpoint::sharded::{Saved, SavedError};
 use crate::config::{ModelConfig, Preset};
+use crate::cores;
 use crate::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache};
 use crate::devices::{self, CheckedDevice, DeviceChoice, cuda_ordinal};
 use crate::env::default_cargo_home;
@@ -251,7 +252,8 @@ pub(super) struct TrainArgs {
     /// with loss scaling, under which gradients are expected to overflow at times.
     #[arg(long)]
     check_finite: bool,
-    /// Compute threads of each rank. [default: the machine's cores divided by the ranks on it]
+    /// Compute threads of each rank. [default: the machine's cores divided by the ranks on it; where a launcher binds ranks to cores, the cores that
+    /// a rank may use, each divided by the ranks that may use it]
     #[arg(long)]
     threads: Option<usize>,
     /// Device that computes: cpu, cuda or cuda:N, wgpu or wgpu:N; the last two need a build with that feature. `gpt2 devices` lists the numbers N. A
@@ -380,7 +382,11 @@ fn run_one(args: &TrainArgs, job: &Job) -> Result<ExitCode, CliError> {
         Ok(metrics) => metrics.flatten(),
         Err(why) => return refuse_for_all(args, job, (ranks_here, &earlier), None, why),
     };
-    let prepared = Prepared::new(args, job.world_size, ranks_here, &earlier, Verbosity::of(job))?;
+    let mut prepared = Prepared::new(args, job.world_size, ranks_here, &earlier, Verbosity::of(job))?;
+    if args.threads.is_none() && job.source != Source::Launch {
+        // The launcher may have bound the ranks to cores, which they learn of each other when they have met.
+        prepared.options.threads = None;
+    }
     let _lock = match (job.rank == 0).then(|| earlier.take(args)).transpose() {
         Ok(lock) => lock,
         Err(why) => return refuse_for_all(args, job, (ranks_here, &earlier), Some(prepared), why),
@@ -661,12 +667,11 @@ impl Prepared {
         if let Some(saved) = &resume {
             saved.check(&serde_json::to_value(&config)?, &corpus.hash_hex())?;
         }
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let options = RankOptions {
             transport: args.transport,
             options: TransportOptions { cuda_device, ..of_transport },
             node_transport: args.node_transport,
-            threads: args.threads.unwrap_or_else(|| (cores / ranks_here).max(1)),
+            threads: Some(args.threads.unwrap_or_else(|| (cores::count() / ranks_here).max(1))),
             keep: keep(args, resume),
         };
         Ok(Prepared { config, corpus, options, device, model: start.describe() })
@@ -684,13 +689,14 @@ impl Prepared {
             true => format!(", gradients compressed by {}", args.compress),
             false => String::new(),
         };
+        let threads = self.options.threads.map_or(String::new(), |threads| format!("{threads} thread(s) each, "));
         let short = self
             .config
             .short_sequences
             .map_or(String::new(), |short| format!(" ({} in the first {} steps)", short.tokens, short.steps));
         format!(
             "text: {}\nmodel: {} ({} layers, {} heads, {} wide, {} tokens a sequence{short}, {:.2} M parameters)\nstrategy: {} on {ranks} \
-             rank(s){over}, {} thread(s) each, {} sequences a step{compressed}{}",
+             rank(s){over}, {threads}{} sequences a step{compressed}{}",
             self.corpus.describe(),
             self.model,
             model.n_layer,
@@ -699,7 +705,6 @@ impl Prepared {
             model.block_size,
             model.parameter_count() as f64 / 1e6,
             args.strategy,
-            self.options.threads,
             args.batch,
             self.options.keep.resume.as_ref().map_or(String::new(), |saved| self.describe_resume(saved, ranks)),
         )

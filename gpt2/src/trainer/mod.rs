@@ -440,6 +440,8 @@ pub struct RankReport {
 pub trait Observer {
     /// At which address of which interface this rank listens for the data of others, of a job that ranks on other machines may be part of.
     fn listening(&mut self, _address: IpAddr, _interface: &str) {}
+    /// With how many threads each rank computes, in order, where that was not given.
+    fn threads(&mut self, _of_ranks: &[usize]) {}
     /// Who shares a node, before the first step, of strategies that tell nodes apart.
     fn nodes(&mut self, _nodes: &Nodes) {}
     /// Before the first step.

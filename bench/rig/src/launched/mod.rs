@@ -7,15 +7,14 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::time::Duration;
 
 use comm_core::addresses::PortRange;
-use comm_core::control::ControlExt;
+use comm_core::control::{ControlExt, MAX_BLOB};
 use comm_core::job::{self, Address, Job};
 use comm_core::{Control, Deadline, Error};
+use gpt2::cores;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 pub use clocks::{ClockReading, between, compare};
-
-use crate::machine;
 
 /// How long ranks wait for each other at the start, which a launcher may spread over a while.
 pub const START: Duration = Duration::from_secs(120);
@@ -52,7 +51,7 @@ impl Place {
             name: name.map_or_else(|_| "?".into(), |name| name.trim().to_owned()),
             id: job::machine(),
             process: std::process::id(),
-            cores: machine::allowed_cores(),
+            cores: cores::allowed(),
         }
     }
 }
@@ -103,8 +102,8 @@ pub fn exchange<S: Serialize, R: DeserializeOwned>(
     read(label, &control.all_gather(label, &json(label, value)?, deadline)?)
 }
 
-/// Bytes of a rank in a gather of a value that may be long: rank 0 sends those of all ranks to each.
-const PIECE: usize = 256 << 10;
+/// Bytes of a rank in a gather of a value that may be long.
+const PIECE: usize = MAX_BLOB;
 
 /// As [`exchange`], of values that may be too long for one gather, for rank 0 alone: the others get none. `deadline` is for the first gather,
 /// which waits until all ranks have a value; then each has `piece`.
@@ -124,10 +123,8 @@ pub fn exchange_long<S: Serialize, R: DeserializeOwned>(
     let mut all: Vec<Vec<u8>> = vec![Vec::new(); lengths.len()];
     let mut pieces = mine.chunks(PIECE);
     for _ in 0..longest.div_ceil(PIECE as u64) {
-        let told = control.all_gather(label, pieces.next().unwrap_or_default(), Deadline::after(piece))?;
-        if control.rank() == 0 {
-            all.iter_mut().zip(told).for_each(|(all, piece)| all.extend(piece));
-        }
+        let told = control.gather_at_0(label, pieces.next().unwrap_or_default(), Deadline::after(piece))?;
+        all.iter_mut().zip(told).for_each(|(all, piece)| all.extend(piece));
     }
     if control.rank() == 0 { read(label, &all) } else { Ok(Vec::new()) }
 }

@@ -15,6 +15,8 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use gpt2::cores;
+
 use super::sys::{Used, ticks_a_second, used};
 
 /// A machine is busy when others took more than this share of its cores,
@@ -49,7 +51,7 @@ impl Load {
     pub(super) fn read(root: &Path, beside: &[u32]) -> Option<Load> {
         let text = |path: &str| fs::read_to_string(root.join(path)).ok();
         let ticks_a_second = ticks_a_second()?;
-        let allowed = text("proc/self/status").and_then(|status| allowed(&status));
+        let allowed = text("proc/self/status").and_then(|status| cores::of_status(&status));
         let all = Cores::parse(&text("proc/stat")?, ticks_a_second, allowed.as_deref())?;
         let throttled = text("sys/fs/cgroup/cpu.stat").and_then(|stat| throttled(&stat));
         let mut ours = used()?;
@@ -131,31 +133,6 @@ fn times(stat: &str) -> Option<(u64, u64)> {
     Some((user.saturating_add(fields.next()?), system.saturating_add(fields.next()?)))
 }
 
-/// The cores that this process may use, by number; numbers from 0 where the system does not say which.
-pub fn allowed_cores() -> Vec<usize> {
-    let status = fs::read_to_string("/proc/self/status").ok();
-    let count = || std::thread::available_parallelism().map_or(1, usize::from);
-    status.and_then(|status| allowed(&status)).unwrap_or_else(|| (0..count()).collect())
-}
-
-/// Most cores that a list may name.
-const MOST_CORES: usize = 1 << 16;
-
-/// The cores of `Cpus_allowed_list` in `/proc/self/status`: `0-1,4`.
-fn allowed(status: &str) -> Option<Vec<usize>> {
-    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?.trim();
-    let mut cores = Vec::new();
-    for part in list.split(',') {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let (first, last) = (first.trim().parse::<usize>().ok()?, last.trim().parse::<usize>().ok()?);
-        if last >= MOST_CORES {
-            return None;
-        }
-        cores.extend(first..=last);
-    }
-    Some(cores)
-}
-
 /// How long quotas held threads back so far, from `cpu.stat`.
 fn throttled(stat: &str) -> Option<Duration> {
     let microseconds = stat.lines().find_map(|line| line.strip_prefix("throttled_usec "))?;
@@ -190,10 +167,6 @@ mod tests {
         );
         for odd in ["", "cpu0", "cpu0 1 2 3", "cpu0 x y z 1 2 3 4 5", "nonsense\u{0}", "cpu 1 2 3 4 5 6 7 8"] {
             assert_eq!(Cores::parse(odd, 100.0, None), None, "{odd}");
-        }
-        assert_eq!(allowed("Name: x\nCpus_allowed_list:\t0-1,4\n"), Some(vec![0, 1, 4]));
-        for odd in ["", "Cpus_allowed_list:", "Cpus_allowed_list: a-b", "Cpus_allowed_list: 0-99999999999"] {
-            assert_eq!(allowed(odd), None, "{odd}");
         }
         assert_eq!(throttled("nr_throttled 4\nthrottled_usec 2500000\n"), Some(Duration::from_millis(2500)));
     }

@@ -13,8 +13,6 @@ use crate::flag::{Flag, FlagKind};
 use clock::Clock;
 use load::Load;
 
-pub use load::allowed_cores;
-
 /// A run under watch.
 pub struct Watch {
     load: Option<Load>,

@@ -2,17 +2,22 @@
 //! leave.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
 use std::time::Duration;
 
 use comm_core::control::{TcpControl, TcpOptions};
 use comm_core::interfaces;
 use comm_core::job::{EXIT_ECHO, Job};
 use comm_core::launch::{Launch, Output};
+use comm_core::location::bind_address;
 use comm_core::{Control, Deadline, Error};
 use serde::{Deserialize, Serialize};
+use tempfile::TempDir;
 
 use super::job::{FOLDER, Training};
 use super::task::{Network, RankOutput, Task};
@@ -84,6 +89,9 @@ const BETWEEN: Duration = Duration::from_secs(600);
 
 /// How long short messages are waited for.
 const SOON: Duration = Duration::from_secs(60);
+
+/// How often a rank that waits for rank 0 looks for a signal.
+const GLANCE: Duration = Duration::from_millis(50);
 
 impl LaunchedRanks {
     /// Meets the other ranks of `job`, which all have the same `agreement`, in (name, value); a run may take `timeout`.
@@ -166,7 +174,9 @@ impl LaunchedRanks {
     /// Those of the control plane, and an end by a signal.
     pub fn serve(&self, text: &TextSource, signals: &Signals) -> Result<(), BenchError> {
         loop {
-            let told: Vec<Option<Order>> = exchange(&*self.control, "order", &None::<Order>, Deadline::after(BETWEEN))?;
+            let told = self.unless_signalled(signals, || {
+                exchange::<_, Option<Order>>(&*self.control, "order", &None::<Order>, Deadline::after(BETWEEN))
+            })?;
             match told.into_iter().next().flatten() {
                 Some(Order::Run(task)) => {
                     signals.check()?;
@@ -180,6 +190,29 @@ impl LaunchedRanks {
         self.leave();
         signals.check()?;
         Ok(())
+    }
+
+    /// Waits for other ranks, unless a signal asks this process to end: then the job ends on all of them.
+    ///
+    /// # Errors
+    /// Those of `wait`, and an end by a signal.
+    fn unless_signalled<T>(&self, signals: &Signals, wait: impl FnOnce() -> Result<T, Error>) -> Result<T, BenchError> {
+        let waited = thread::scope(|scope| {
+            let (waits, ended) = mpsc::channel::<()>();
+            scope.spawn(move || {
+                while ended.recv_timeout(GLANCE) == Err(RecvTimeoutError::Timeout) {
+                    if let Err(interrupted) = signals.check() {
+                        let reason = format!("signal {} has ended it", interrupted.signal);
+                        return self.control.poison(&Error::Aborted { by: self.job.rank, reason });
+                    }
+                }
+            });
+            let waited = wait();
+            drop(waits);
+            waited
+        });
+        signals.check()?;
+        Ok(waited?)
     }
 
     /// On rank 0: the end of all.
@@ -211,12 +244,23 @@ impl LaunchedRanks {
             return Err(Error::Rendezvous(format!("rank 0 gave no address for {name}")));
         };
         let job = Job { address, id: format!("{}-{name}", self.job.id), ..self.job.clone() };
+        let failed = |why: String| RankEnd::Failed { why: format!("rank {}: {why}", self.job.rank), is_echo: false };
+        let prepared = self.prepare(task, job, within);
+        // Nobody starts where one cannot: its process would wait for that one until its time is up.
+        let ready = prepared.as_ref().map(|_| ()).map_err(Clone::clone);
+        let ready =
+            exchange::<_, Result<(), String>>(&*self.control, "ready for a run", &ready, Deadline::after(SOON))?;
+        let missing = ready.iter().position(Result::is_err);
         let watch = self.looks_after_another_machine().then(|| Watch::start(self.beside()));
-        let end = self.process(task, job, within).unwrap_or_else(|error| match error {
-            RunError::Failed(why) => RankEnd::Failed { why: format!("rank {}: {why}", self.job.rank), is_echo: false },
-            RunError::TimedOut(why) => RankEnd::TimedOut(why),
-            RunError::Interrupted(Interrupted { signal }) => RankEnd::Interrupted(signal),
-        });
+        let end = match (prepared, missing) {
+            (Err(why), _) => failed(why),
+            (Ok(_), Some(rank)) => RankEnd::Failed { why: format!("rank {rank} could not begin"), is_echo: true },
+            (Ok((launch, folder)), None) => self.process(&launch, &folder).unwrap_or_else(|error| match error {
+                RunError::Failed(why) => failed(why),
+                RunError::TimedOut(why) => RankEnd::TimedOut(why),
+                RunError::Interrupted(Interrupted { signal }) => RankEnd::Interrupted(signal),
+            }),
+        };
         let deadline = Deadline::after(self.timeout.saturating_add(GRACE));
         let ends = exchange_long(&*self.control, "figures of a run", &end, deadline, SOON)?;
         let after = self.clocks()?;
@@ -230,31 +274,42 @@ impl LaunchedRanks {
         Ok(Ended { ends, hosts: self.hosts(&before, &after), doubts })
     }
 
-    /// The process of this rank, to its end.
-    fn process(&self, task: Task, job: Job, within: Option<&Path>) -> Result<RankEnd, RunError> {
+    /// What starts this rank's process, and its folder.
+    ///
+    /// # Errors
+    /// Why it cannot be started.
+    fn prepare(&self, task: Task, job: Job, within: Option<&Path>) -> Result<(Launch, TempDir), String> {
         let mut builder = tempfile::Builder::new();
         builder.prefix(FOLDER);
         let folder = within.map_or_else(|| builder.tempdir(), |within| builder.tempdir_in(within));
         let folder = folder.map_err(|error| format!("no temporary folder: {error}"))?;
-        let interface = self.control.local_address().and_then(|address| interfaces::name_of(address.ip()));
+        // That of the data: the one that the user has chosen, or else that of the route to rank 0.
+        let address = bind_address(task.options.bind.as_ref(), &*self.control).map_err(|error| error.to_string())?;
         let network = Network {
             addresses: None,
-            interface: interface.unwrap_or_else(|| "lo".into()),
+            interface: interfaces::name_of(address.ip()).unwrap_or_else(|| "lo".into()),
             shared: self.machine_of(self.job.rank).is_some_and(|machine| machine.ranks.len() > 1),
         };
-        let rank = self.job.rank;
         let task = Task { network, results: folder.path().to_owned(), ..task };
+        let program = rank::this_program()?;
+        // The others would wait for a process that cannot be started.
+        fs::metadata(&program).map_err(|error| format!("{}: {error}", program.display()))?;
         let launch = Launch {
             args: rank::arguments(&task, folder.path())?,
             output: Output::Captured,
             timeout: Some(self.timeout),
             in_place_of: Some(job),
-            ..Launch::new(rank::this_program()?, 1)
+            ..Launch::new(program, 1)
         };
+        Ok((launch, folder))
+    }
+
+    /// The process of this rank, to its end.
+    fn process(&self, launch: &Launch, folder: &TempDir) -> Result<RankEnd, RunError> {
         let ended = launch.run().map_err(|error| error.to_string())?;
         let is_echo = ended.code == EXIT_ECHO;
         match outcome::captured(ended) {
-            Ok(_) => Ok(RankEnd::Done(Box::new(RankOutput::of(folder.path(), rank)?))),
+            Ok(_) => Ok(RankEnd::Done(Box::new(RankOutput::of(folder.path(), self.job.rank)?))),
             Err(RunError::Failed(why)) => Ok(RankEnd::Failed { why, is_echo }),
             Err(error) => Err(error),
         }
@@ -316,10 +371,79 @@ fn together(ends: Vec<RankEnd>) -> Result<Vec<RankOutput>, RunError> {
 
 #[cfg(test)]
 mod tests {
+    use comm_core::job::{Address, Secret};
+    use gpt2::tokenizer::TokenizerKind;
+
     use super::*;
+    use crate::record::Cell;
+    use crate::training::cell::config;
 
     fn failed(why: &str, is_echo: bool) -> RankEnd {
         RankEnd::Failed { why: why.into(), is_echo }
+    }
+
+    /// Two ranks that have met, in threads that know of each other only what processes would.
+    fn with_two<R: Send>(
+        rank_0: impl FnOnce(LaunchedRanks) -> R + Send,
+        rank_1: impl FnOnce(LaunchedRanks) -> Result<(), BenchError> + Send,
+    ) -> (R, String) {
+        let folder = tempfile::tempdir().unwrap();
+        let secret = Secret::random().unwrap();
+        let meet = |rank| {
+            let address = Address::File(folder.path().join("address"));
+            let job = Job::new(rank, 2, address, secret.clone()).unwrap();
+            // Longer than the tests may take.
+            LaunchedRanks::meet(job, &[], Duration::from_secs(600)).unwrap()
+        };
+        thread::scope(|scope| {
+            let other = scope.spawn(|| rank_1(meet(1)).map_err(|error| error.to_string()));
+            let mine = rank_0(meet(0));
+            (mine, other.join().unwrap().err().unwrap_or_default())
+        })
+    }
+
+    fn text() -> TextSource {
+        let description = "none that is read".into();
+        TextSource { source: None, tokenizer: TokenizerKind::Bytes, vocabulary: 256, description }
+    }
+
+    #[test]
+    fn a_signal_ends_a_rank_that_waits_for_rank_0_and_the_job() {
+        let signals = Signals::default();
+        let (failure, ended) = with_two(
+            |ranks| {
+                // It never says what to do next.
+                signals.raise(15);
+                let deadline = Deadline::after(Duration::from_secs(60));
+                loop {
+                    match ranks.failure() {
+                        Some(error) => return error.to_string(),
+                        None if deadline.has_passed() => return "none".into(),
+                        None => thread::sleep(Duration::from_millis(5)),
+                    }
+                }
+            },
+            |ranks| ranks.serve(&text(), &signals),
+        );
+        assert!(ended.contains("interrupted by signal 15"), "{ended}");
+        assert!(failure.contains("rank 1 aborted the job: signal 15"), "{failure}");
+    }
+
+    #[test]
+    fn no_process_starts_where_that_of_one_rank_cannot() {
+        let config = config(&Cell { ranks: 2, ..Cell::default() }, 256).unwrap();
+        let mut training = Training::new(config, None, 2, 1, Duration::from_secs(600));
+        training.within = Some("/nowhere at all".into());
+        let (outcome, ended) = with_two(
+            |ranks| {
+                let outcome = ranks.run(&training).map(|_| ()).unwrap_err().to_string();
+                ranks.quit();
+                outcome
+            },
+            |ranks| ranks.serve(&text(), &Signals::default()),
+        );
+        assert!(outcome.contains("rank 0: no temporary folder"), "{outcome}");
+        assert_eq!(ended, "");
     }
 
     #[test]

@@ -123,7 +123,7 @@ impl Task {
             transport: TransportKind::LOCAL,
             options: self.options.clone(),
             node_transport: self.node_transport,
-            threads: self.threads,
+            threads: Some(self.threads),
             keep: Keep::default(),
         }
     }

@@ -1,7 +1,8 @@
 //! Gatherings: what each rank tells all others.
 
 use super::State;
-use crate::control::wire::{Blob, Message, gathered};
+use crate::control::MAX_BLOB;
+use crate::control::wire::{Blob, MAX_LABEL, Message, gathered};
 use crate::error::Error;
 
 /// Most gatherings that may be under way at once.
@@ -11,20 +12,51 @@ pub(super) struct Round {
     label: String,
     /// The rank that named the label first.
     first: usize,
+    /// Whether only rank 0 needs the result.
+    for_root: bool,
     pub(super) blobs: Vec<Option<Vec<u8>>>,
 }
 
 impl State {
-    /// Adds this rank's part of its next gathering and returns the gathering's number.
-    pub(in crate::control) fn begin_gather(&mut self, label: &str, blob: &[u8]) -> u64 {
+    /// Adds this rank's part of its next gathering, whose result all ranks get, or rank 0 alone, and returns the gathering's number.
+    pub(in crate::control) fn begin_gather(&mut self, label: &str, blob: &[u8], for_root: bool) -> u64 {
         let sequence = self.gatherings;
         self.gatherings += 1;
+        let (label, blob) = (label.to_string(), blob.to_vec());
         if self.rank == 0 {
-            self.contribute(0, sequence, label.to_string(), blob.to_vec());
+            self.contribute(0, sequence, (label, for_root), blob);
         } else if let Some(send_half) = self.send_half(0) {
-            send_half.send(&Message::Gather { sequence, label: label.to_string(), blob: Blob(blob.to_vec()) });
+            let blob = Blob(blob);
+            send_half.send(&match for_root {
+                true => Message::GatherAt0 { sequence, label, blob },
+                false => Message::Gather { sequence, label, blob },
+            });
         }
         sequence
+    }
+
+    /// At rank 0: takes another rank's part, if it is of the gathering that comes next there.
+    ///
+    /// # Errors
+    /// Describes what that rank's own control would not have sent.
+    pub(super) fn take_part(
+        &mut self,
+        peer: usize,
+        sequence: u64,
+        (label, for_root): (String, bool),
+        Blob(blob): Blob,
+    ) -> Result<(), String> {
+        let expected = self.peer_gatherings.get_mut(peer).ok_or("a rank that does not exist")?;
+        if sequence != *expected {
+            return Err(format!("gathering {sequence} where {expected} comes next"));
+        }
+        *expected += 1;
+        // With what comes beside it in the answer it may not fit into a frame.
+        if label.len() > MAX_LABEL || blob.len() > MAX_BLOB {
+            return Err(format!("{} B to gather under a label of {} B", blob.len(), label.len()));
+        }
+        self.contribute(peer, sequence, (label, for_root), blob);
+        self.check_rounds()
     }
 
     /// The result of a gathering, once it is complete.
@@ -40,23 +72,24 @@ impl State {
     }
 
     /// At rank 0: takes one rank's part.
-    pub(super) fn contribute(&mut self, rank: usize, sequence: u64, label: String, blob: Vec<u8>) {
+    fn contribute(&mut self, rank: usize, sequence: u64, (label, for_root): (String, bool), blob: Vec<u8>) {
         let n = self.world_size;
         let round = self.rounds.entry(sequence).or_insert_with(|| Round {
             label: label.clone(),
             first: rank,
+            for_root,
             blobs: vec![None; n],
         });
-        if round.label != label {
-            let (a, b) = if rank < round.first {
-                ((rank, &label), (round.first, &round.label))
-            } else {
-                ((round.first, &round.label), (rank, &label))
+        if (&round.label, round.for_root) != (&label, for_root) {
+            let told = |rank: usize, label: &str, for_root| {
+                let whom = if for_root { " for rank 0" } else { "" };
+                (rank, format!("rank {rank} gathers {label:?}{whom}"))
             };
-            let error = Error::Rendezvous(format!(
-                "rank {} gathers {:?}, but rank {} gathers {:?}; all ranks must gather the same in the same order",
-                a.0, a.1, b.0, b.1
-            ));
+            let mut both = [told(rank, &label, for_root), told(round.first, &round.label, round.for_root)];
+            both.sort();
+            let [(_, one), (_, other)] = both;
+            let error =
+                Error::Rendezvous(format!("{one}, but {other}; all ranks must gather the same in the same order"));
             self.fail(&error);
             return;
         }
@@ -64,7 +97,10 @@ impl State {
             *slot = Some(blob);
         }
         if round.blobs.iter().all(Option::is_some) {
-            let blobs: Vec<Vec<u8>> = round.blobs.iter().flatten().cloned().collect();
+            let blobs: Vec<Vec<u8>> = match round.for_root {
+                true => vec![Vec::new(); n],
+                false => round.blobs.iter().flatten().cloned().collect(),
+            };
             gathered(sequence, &blobs).iter().for_each(|message| self.broadcast(message));
         }
     }
@@ -78,6 +114,7 @@ impl State {
         let round = self.rounds.entry(sequence).or_insert_with(|| Round {
             label: String::new(),
             first: 0,
+            for_root: false,
             blobs: vec![None; n],
         });
         for (rank, blob) in parts {

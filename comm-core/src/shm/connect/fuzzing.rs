@@ -34,7 +34,7 @@ pub fn shm_announcement(bytes: &[u8]) -> Verdict {
     let layout = Layout::new(2, OPTIONS.lanes, OPTIONS.ring_bytes).expect("a layout");
     let settings = check_settings(&peer_infos);
     assert_eq!(settings.is_ok(), (theirs.lanes, theirs.ring_bytes) == (OPTIONS.lanes, OPTIONS.ring_bytes));
-    let opened = open(theirs, &machine, layout, &proof(&KEY, 0, &theirs.nonce));
+    let opened = open(theirs, &machine, (layout, Layout::slot(1, 0)), &proof(&KEY, 0, &theirs.nonce));
     // Nothing that it says can make this rank read another process than one of the same token.
     let _ = readable(0, &peer_infos);
     (settings.is_ok() && opened.is_ok()).into()

@@ -1,5 +1,5 @@
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    comm_tcp::fuzzing::socket_table(bytes);
+    comm_tcp::fuzzing::kernel_socket(bytes);
 });
