@@ -12,8 +12,10 @@ use gpt2::cli::say;
 use rig::BenchError;
 use rig::plot;
 use rig::results::{FILE, Results, read_records};
+use serde::{Deserialize, Serialize};
 use serde_json::{Number, Value};
 
+use crate::predict::{Comparison, PICTURE_TITLE, PREDICTIONS};
 use crate::report;
 
 /// Updates the figures and pictures of the README and the book from the records in docs/records.
@@ -31,6 +33,9 @@ pub(crate) struct ArtifactArgs {
     /// Folder with results of `bench sweep learning`; its records replace those in docs/records/learning first.
     #[arg(long, value_name = "FOLDER", conflicts_with = "check")]
     learning: Option<PathBuf>,
+    /// A folder of results with predictions.jsonl beside them: what they come to takes the place of docs/records/predicted.json.
+    #[arg(long, value_name = "FOLDER", conflicts_with = "check")]
+    predicted: Option<PathBuf>,
 }
 
 /// Where records of the bare `bench` lie, from the root of the repository.
@@ -39,12 +44,18 @@ const MAIN: &str = "docs/records/main";
 /// And those of `bench sweep learning`.
 const LEARNING: &str = "docs/records/learning";
 
+/// What a sweep that was predicted before came to.
+const PREDICTED: &str = "docs/records/predicted.json";
+
 /// The book's pages, and its pictures.
 const PAGES: &str = "docs/src";
 const FIGURES: &str = "figures";
 
 /// The picture of the parts of a step.
 const PICTURE: &str = "where-the-time-goes.svg";
+
+/// The picture of predictions.
+const PREDICTED_PICTURE: &str = "predicted.svg";
 
 /// Begin and end of a place.
 const BEGIN: &str = "<!-- artifact: ";
@@ -55,6 +66,11 @@ pub(crate) fn run(args: &ArtifactArgs) -> Result<ExitCode, BenchError> {
     let root = &args.root;
     for (folder, place) in [(&args.from, MAIN), (&args.learning, LEARNING)] {
         folder.as_ref().map_or(Ok(()), |folder| take(folder, &root.join(place)))?;
+    }
+    if let Some(folder) = &args.predicted {
+        let mut value = serde_json::to_value(Predicted::of(folder)?)?;
+        round(&mut value);
+        write(&root.join(PREDICTED), &format!("{value:#}\n"))?;
     }
     let mut changed = false;
     for (path, bytes) in made(root)? {
@@ -87,6 +103,30 @@ fn take(from: &Path, to: &Path) -> Result<(), BenchError> {
     write(&to.join(FILE), &text)
 }
 
+/// What a sweep came to that was predicted before, and where it was measured.
+#[derive(Serialize, Deserialize)]
+struct Predicted {
+    measured: String,
+    comparison: Comparison,
+}
+
+impl Predicted {
+    fn of(folder: &Path) -> Result<Self, String> {
+        let results = read_records(folder)?;
+        Ok(Predicted {
+            measured: report::measured(&results).ok_or_else(|| format!("{} has no records", folder.display()))?,
+            comparison: Comparison::of(&results.file.with_file_name(PREDICTIONS), &results.records)?,
+        })
+    }
+
+    /// How far off predictions were, and when and where that was measured.
+    fn text(&self) -> String {
+        let sentences: Vec<String> =
+            self.comparison.sentences().iter().map(|sentence| format!("- {sentence}")).collect();
+        format!("{}\n\n{}", sentences.join("\n"), self.measured)
+    }
+}
+
 /// Rounds fractions to six places: nanoseconds, where they are milliseconds.
 fn round(value: &mut Value) {
     match value {
@@ -100,6 +140,10 @@ fn round(value: &mut Value) {
     }
 }
 
+fn read(path: &Path) -> Result<String, String> {
+    fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))
+}
+
 fn write(path: &Path, text: &str) -> Result<(), BenchError> {
     let written = path.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(path, text));
     Ok(written.map_err(|error| format!("{}: {error}", path.display()))?)
@@ -111,19 +155,26 @@ struct Parts {
     title: String,
     measured: String,
     learning: String,
+    predicted: String,
 }
 
 /// Every file that is made, with its text.
 fn made(root: &Path) -> Result<Vec<(PathBuf, String)>, BenchError> {
     let results = read_records(&root.join(MAIN))?;
     let picture = report::picture(&results)?;
+    let predicted: Predicted = serde_json::from_str(&read(&root.join(PREDICTED))?)?;
     let parts = Parts {
         screen: report::screen(&results, &[]),
         title: picture.title,
         measured: report::measured(&results).ok_or("docs/records/main has no records")?,
         learning: learning(&read_records(&root.join(LEARNING))?)?,
+        predicted: predicted.text(),
     };
-    let mut files = vec![(root.join(PAGES).join(FIGURES).join(PICTURE), plot::on_its_own(&picture.svg))];
+    let figures = root.join(PAGES).join(FIGURES);
+    let mut files = vec![
+        (figures.join(PICTURE), plot::on_its_own(&picture.svg)),
+        (figures.join(PREDICTED_PICTURE), plot::on_its_own(&predicted.comparison.picture()?)),
+    ];
     let pages = fs::read_dir(root.join(PAGES)).map_err(|error| format!("{}: {error}", root.join(PAGES).display()))?;
     let mut pages: Vec<PathBuf> = pages.flatten().map(|entry| entry.path()).collect();
     pages.retain(|page| page.extension().is_some_and(|extension| extension == "md"));
@@ -135,7 +186,8 @@ fn made(root: &Path) -> Result<Vec<(PathBuf, String)>, BenchError> {
             "last-screen" => Ok(format!("```text\n{}\n```\n\n{}", parts.screen, parts.measured)),
             "picture" => Ok(format!("![{}]({figures}/{PICTURE})", parts.title)),
             "learning" => Ok(parts.learning.clone()),
-            other => Err(format!("unknown part `{other}`, expected one of last-screen, picture, learning")),
+            "predicted" => Ok(format!("![{PICTURE_TITLE}]({figures}/{PREDICTED_PICTURE})\n\n{}", parts.predicted)),
+            other => Err(format!("unknown part `{other}`, expected one of last-screen, picture, learning, predicted")),
         };
         let filled = filled(&text, part).map_err(|why| format!("{}: {why}", page.display()))?;
         files.push((page, filled));

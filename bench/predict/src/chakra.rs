@@ -116,7 +116,9 @@ pub struct ChakraError {
 
 impl fmt::Display for ChakraError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.file.display(), self.what)
+        // One line, whatever a file calls its nodes.
+        let what = self.what.chars().map(|each| if each.is_control() { ' ' } else { each });
+        write!(f, "{}: {}", self.file.display(), what.collect::<String>())
     }
 }
 
@@ -156,14 +158,24 @@ pub fn read(path: &Path) -> Result<Trace, ChakraError> {
             return Err(wrong(format!("it has {length} bytes, and at most {MOST_BYTES} can be read")));
         }
         let bytes = std::fs::read(&file).map_err(|error| wrong(error.to_string()))?;
-        let decoded = decode(&bytes).and_then(sorted).map_err(wrong)?;
-        read.push((file, decoded));
+        read.push((file.clone(), decode(&bytes).and_then(sorted).map_err(wrong)?));
     }
     join(path, read)
 }
 
-/// The bytes of one rank's file: for tests of what reads them.
-fn encode(trace: &Trace, rank: usize, of_rank: &RankTrace, groups: &[Vec<usize>]) -> Vec<u8> {
+/// As [`read`], of the contents of the ranks' files.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn of_bytes(path: &Path, ranks: &[&[u8]]) -> Result<Trace, ChakraError> {
+    let decoded = |(rank, bytes): (usize, &&[u8])| {
+        let file = path.with_extension(format!("{rank}.et"));
+        let decoded = decode(bytes).and_then(sorted);
+        decoded.map(|decoded| (file.clone(), decoded)).map_err(|what| ChakraError { file, what })
+    };
+    join(path, ranks.iter().enumerate().map(decoded).collect::<Result<_, _>>()?)
+}
+
+/// The contents of one rank's file.
+pub(crate) fn encode(trace: &Trace, rank: usize, of_rank: &RankTrace, groups: &[Vec<usize>]) -> Vec<u8> {
     let attr = vec![text("isocomm.name", &trace.name), unsigned("isocomm.steps", trace.steps)];
     let mut bytes = GlobalMetadata { version: VERSION.into(), attr }.encode_length_delimited_to_vec();
     for (index, node) in of_rank.nodes.iter().enumerate() {
@@ -606,6 +618,10 @@ mod tests {
             bytes
         };
         let node = |id, after| ChakraNode { id, kind: COMP, data_deps: after, ..ChakraNode::default() };
+        let collective = |attr: Vec<Attribute>| {
+            let attr = [vec![signed("comm_type", 0)], attr].concat();
+            ChakraNode { id: 1, kind: COLL, attr, ..ChakraNode::default() }
+        };
         let whole = encode(&example(), 0, &example().ranks[0], &[]);
         let cases: Vec<(Vec<u8>, &str)> = vec![
             (vec![], "it is empty"),
@@ -630,6 +646,21 @@ mod tests {
                 }]),
                 "rank 8, and there are 1 ranks",
             ),
+            (of(&[node(1, vec![1])]), "wait for each other"),
+            (of(&[node(1, vec![3]), node(2, vec![1]), node(3, vec![2])]), "wait for each other"),
+            (of(&[ChakraNode { duration_micros: u64::MAX, ..node(1, vec![]) }]), "a duration of centuries"),
+            (of(&[collective(vec![signed("comm_size", i64::MAX)])]), "elements, of 1099511627776 at most"),
+            (
+                of(&[collective(vec![signed("comm_size", 4), unsigned("isocomm.count", u64::MAX)])]),
+                "elements, of 1099511627776 at most",
+            ),
+            (of(&[collective(vec![signed("comm_size", -4)])]), "no attribute comm_size"),
+            (of(&[collective(vec![signed("comm_size", 4), unsigned("isocomm.lane", 1 << 40)])]), "lane 1099511627776"),
+            (of(&[collective(vec![signed("comm_size", 4), unsigned("isocomm.root", 7)])]), "root 7 of 1 ranks"),
+            (of(&[collective(vec![signed("comm_size", 4), text("isocomm.dtype", "f\n32")])]), "f 32"),
+            // A length of 2^63, and a byte that begins no length.
+            ([&of(&[])[..], &[0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x01]].concat(), "a node"),
+            ([&of(&[])[..], &[0xff; 16]].concat(), "a node"),
         ];
         for (bytes, expected) in cases {
             std::fs::write(&file, bytes).unwrap();

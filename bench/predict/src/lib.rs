@@ -8,6 +8,9 @@
 pub mod alpha_beta;
 pub mod calibration;
 pub mod chakra;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod network;
 pub mod prediction;
 mod program;

@@ -39,6 +39,10 @@ pub struct Pipe {
     pub loss: f64,
     /// Bytes that wait at most; `None` where nothing limits them.
     pub queue_bytes: Option<f64>,
+    /// Bytes that pass at once after a pause, however low the rate: the depth of a token bucket, which fills again at the rate.
+    pub burst_bytes: f64,
+    /// Whether a full queue makes its sender wait, as that of the sender's own network card does; one further on drops packets.
+    pub holds_sender: bool,
 }
 
 /// What a transport costs, beside the link's rate and delay.
@@ -64,6 +68,25 @@ pub struct Costs {
     pub ahead_bytes: f64,
     /// Most bytes a second that one connection carries where nothing else holds it back; `None` for no limit.
     pub connection_bytes_per_s: Option<f64>,
+    /// How connections find their rate.
+    pub congestion: Congestion,
+    /// By how much the shares of connections that go through a pipe at the same time differ from even ones: of two, one gets 1 + this for 1 - this of the other.
+    pub unevenness: f64,
+    /// How much later a message arrives while every core computes: its receiver's thread waits for a turn, in seconds.
+    pub turn_s: f64,
+}
+
+/// How a connection finds the rate at which it sends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Congestion {
+    /// By losses, as the kernel's CUBIC and Reno: the window grows until a queue overflows, and begins anew after a pause.
+    #[default]
+    Losses,
+    /// By losses, and the window outlasts pauses: QUIC's CUBIC and NewReno.
+    LossesWithoutRestart,
+    /// By what it measures of rate and round trip, as BBR: single losses do not matter, nor do pauses.
+    Measured,
 }
 
 /// What the ranks compute on.
@@ -159,6 +182,20 @@ impl Default for Costs {
             window_bytes: f64::from(4 << 20),
             ahead_bytes: 0.0,
             connection_bytes_per_s: None,
+            congestion: Congestion::default(),
+            unevenness: 0.0,
+            turn_s: 0.0,
+        }
+    }
+}
+
+impl Congestion {
+    /// By the name of a congestion control, of the kernel or of QUIC.
+    pub fn of(name: &str, of_quic: bool) -> Self {
+        match (name.starts_with("bbr"), of_quic) {
+            (true, _) => Congestion::Measured,
+            (false, true) => Congestion::LossesWithoutRestart,
+            (false, false) => Congestion::Losses,
         }
     }
 }
@@ -175,6 +212,11 @@ impl Network {
         self.segment() / f64::from(self.link.mtu)
     }
 
+    /// Payload bytes that pass a pipe at once after a pause.
+    pub(crate) fn burst(&self, pipe: &Pipe) -> f64 {
+        if pipe.bits_per_s.is_some() { pipe.burst_bytes * self.payload_share() } else { 0.0 }
+    }
+
     /// Payload of a full packet, in bytes.
     pub(crate) fn segment(&self) -> f64 {
         (f64::from(self.link.mtu) - self.costs.packet_overhead).max(1.0)
@@ -189,8 +231,11 @@ impl Network {
     pub(crate) fn connection_rate(&self, from: usize, to: usize) -> f64 {
         let rtt = self.round_trip_s(from, to);
         let of_window = if rtt < tcp::SHORTEST_ROUND_TRIP_S { f64::INFINITY } else { self.costs.window_bytes / rtt };
-        let under_loss =
-            tcp::rate_under_loss(self.link.loss(from, to), self.segment(), rtt.max(2.0 * self.costs.message_s));
+        let loss = self.link.loss(from, to);
+        let under_loss = match self.costs.congestion {
+            Congestion::Measured if loss < tcp::MOST_LOSS_OF_BBR => f64::INFINITY,
+            _ => tcp::rate_under_loss(loss, self.segment(), rtt.max(2.0 * self.costs.message_s)),
+        };
         under_loss.min(of_window).min(self.costs.connection_bytes_per_s.unwrap_or(f64::INFINITY))
     }
 }

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::alpha_beta::alpha_beta;
 use crate::calibration::{Calibration, Path};
-use crate::network::{Link, Network, Pipes, Processors};
+use crate::network::{Congestion, Costs, Link, Network, Pipes, Processors};
 use crate::simulate::{Detail, Outcome, simulate};
 use crate::trace::{Trace, Work};
 
@@ -71,6 +71,8 @@ pub struct Question<'a> {
     pub processors: Processors,
     /// Threads that compute, in each rank.
     pub threads: f64,
+    /// How connections find their rate, where otherwise than when it was calibrated.
+    pub congestion: Option<Congestion>,
     /// What of it is otherwise than when it was calibrated and recorded, beside what [`predict`] finds by itself.
     pub assumed: Assumed,
 }
@@ -89,7 +91,7 @@ pub struct Assumed {
 /// # Errors
 /// The transport was not calibrated, or the trace cannot be simulated.
 pub fn predict(question: &Question<'_>, calibration: &Calibration) -> Result<Prediction, String> {
-    let Question { trace, transport, link, processors, threads, .. } = *question;
+    let Question { trace, transport, link, processors, threads, congestion, .. } = *question;
     let Assumed { computation, communication: mut outside } = question.assumed.clone();
     let (path, taken) = calibration.costs(transport, link)?;
     outside.extend(taken);
@@ -107,20 +109,50 @@ pub fn predict(question: &Question<'_>, calibration: &Calibration) -> Result<Pre
     if ranks > 4 * path.ranks {
         outside.push(format!("{ranks} ranks; {transport} was measured with {}", path.ranks));
     }
-    let network = Network { link: link.clone(), costs: path.costs, processors, threads };
+    let costs = Costs { congestion: congestion.unwrap_or(path.costs.congestion), ..path.costs };
+    let network = Network { link: link.clone(), costs, processors, threads };
+    let slowest = slowest_of(ranks, spread(calibration, processors, ranks as f64 * threads, &mut outside));
+    let trace = &trace.clone().with_compute_scaled(slowest);
     let outcome = simulate(trace, &network, Detail::Auto)?;
     let spreads = Spreads::of(path, calibration, computation.len(), outside.len());
     outside.extend(computation);
-    let (step, exposed) = spreads.estimates(&outcome);
+    let (step, exposed) = spreads.estimates(&outcome, slowest);
     Ok(Prediction {
         step,
         exposed,
-        utilization: outcome.utilization(),
+        utilization: outcome.utilization() / slowest,
         sent_bytes: outcome.sent_bytes(),
-        alpha_beta_s: alpha_beta(trace, &network)?,
+        alpha_beta_s: alpha_beta(question.trace, &network)?,
         limit: limit(trace, &network, &outcome)?,
         outside,
     })
+}
+
+/// The spread of computation on `threads` threads on processors; whether it was measured for less is added to `outside`.
+fn spread(calibration: &Calibration, processors: Processors, threads: f64, outside: &mut Vec<String>) -> f64 {
+    match processors {
+        Processors::Shared { cores } if threads > cores.ceil() => calibration.sharing_spread.unwrap_or_else(|| {
+            outside.push("ranks that share cores; what they do was not measured on a machine with so many".into());
+            calibration.compute_spread
+        }),
+        Processors::Shared { .. } | Processors::Own { .. } => calibration.compute_spread,
+    }
+}
+
+/// How long the one of `ranks` computes that takes longest, on average, in units of what they take in the middle: all wait for it. `spread` is the standard
+/// deviation of the logarithm; the greatest of so many normal values is taken from Blom's formula ("Statistical estimates and transformed beta-variables",
+/// 1958), the quantile of (n - 0.375) / (n + 0.25).
+fn slowest_of(ranks: usize, spread: f64) -> f64 {
+    let ranks = ranks as f64;
+    (spread * normal_quantile((ranks - 0.375) / (ranks + 0.25))).exp()
+}
+
+/// The quantile of the normal distribution for a probability of at least a half, by Abramowitz and Stegun, 26.2.23: to 4.5e-4.
+fn normal_quantile(probability: f64) -> f64 {
+    let t = (-2.0 * (1.0 - probability).ln()).sqrt();
+    let above = 2.515_517 + t * (0.802_853 + t * 0.010_328);
+    let below = 1.0 + t * (1.432_788 + t * (0.189_269 + t * 0.001_308));
+    (t - above / below).max(0.0)
 }
 
 /// How far off the parts of a step may be: standard deviations of logarithms.
@@ -139,10 +171,12 @@ impl Spreads {
         }
     }
 
-    fn estimates(&self, outcome: &Outcome) -> (Estimate, Estimate) {
-        let (step, exposed) = (outcome.step_s, outcome.exposed_s());
+    /// In `outcome` every rank computes as long as the slowest one does, by a factor of `slowest`; in the middle a rank has waited for that one meanwhile.
+    fn estimates(&self, outcome: &Outcome, slowest: f64) -> (Estimate, Estimate) {
+        let step = outcome.step_s;
         let waits = outcome.ranks.iter().max_by(|a, b| a.exposed_s.total_cmp(&b.exposed_s));
         let (busy, under_way) = waits.map_or((step, 0.0), |rank| (rank.computing_s, rank.communicating_s));
+        let exposed = outcome.exposed_s() + busy * (1.0 - 1.0 / slowest);
         let of_step = (self.compute * busy).hypot(self.communication * exposed);
         // What is hidden comes out as soon as communication takes longer, or computation less.
         let of_exposed = (self.communication * under_way.max(exposed)).hypot(self.compute * busy.min(under_way));
@@ -208,7 +242,6 @@ mod tests {
 
     use super::*;
     use crate::calibration::{Residual, SCHEMA};
-    use crate::network::Costs;
     use crate::trace::{Collective, RankTrace};
 
     fn trace(ranks: usize, compute_ns: u64, count: usize) -> Trace {
@@ -233,6 +266,7 @@ mod tests {
             cores: 2,
             effective_cores: 2.0,
             compute_spread: 0.02,
+            sharing_spread: None,
             paths: vec![path],
         }
     }
@@ -243,7 +277,8 @@ mod tests {
 
     fn ask_assuming(trace: &Trace, asked: &Link, calibrated: &Link, assumed: Assumed) -> Prediction {
         let processors = Processors::Own { cores: 2.0 };
-        let question = Question { trace, transport: "tcp", link: asked, processors, threads: 1.0, assumed };
+        let (transport, threads, congestion) = ("tcp", 1.0, None);
+        let question = Question { trace, transport, link: asked, processors, threads, congestion, assumed };
         predict(&question, &calibration(calibrated)).unwrap()
     }
 
@@ -268,6 +303,23 @@ mod tests {
             assert_eq!((found.outside, found.step.value), (told(), near.step.value));
             assert!(width(found.step) > width(near.step));
         }
+    }
+
+    #[test]
+    fn all_wait_for_the_slowest() {
+        // Expected greatest of so many standard normal values.
+        for (ranks, expected) in [(1, 0.0), (2, 0.564), (4, 1.029), (8, 1.424), (100, 2.508)] {
+            let found = slowest_of(ranks, 0.1).ln() / 0.1;
+            assert!((found - expected).abs() < 0.05, "{ranks}: {found}, not {expected}");
+        }
+        let mut outside = Vec::new();
+        let calibration = Calibration { sharing_spread: Some(0.2), ..calibration(&Link::even("lan", None, 0.0)) };
+        let shared = Processors::Shared { cores: 1.9 };
+        assert_eq!(spread(&calibration, shared, 2.0, &mut outside), 0.02);
+        assert_eq!(spread(&calibration, shared, 3.0, &mut outside), 0.2);
+        assert!(outside.is_empty());
+        let unmeasured = Calibration { sharing_spread: None, ..calibration };
+        assert_eq!((spread(&unmeasured, shared, 3.0, &mut outside), outside.len()), (0.02, 1));
     }
 
     #[test]

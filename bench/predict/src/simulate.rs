@@ -7,17 +7,30 @@
 //! [max-min fairly](crate::share); it is held back by what a window, losses and a slow start leave it ([`tcp`](crate::tcp)). It arrives a message's
 //! latency and the link's delay after its last byte has left.
 //!
-//! A queue that is shorter than what a connection has on its way overflows now and then ([`tcp::overflows`]), which holds up who waits for what was lost; and
-//! where many answer one at once, and their first windows are more than its queue takes, that costs a time-out.
+//! A pipe that is a token bucket lets a burst pass after a pause as fast as the processors manage, and the rest at its rate.
+//!
+//! A queue that is shorter than what a connection has on its way, and does not hold its sender, overflows now and then ([`tcp::overflows`]), which holds up who
+//! waits for what was lost; with several connections of BBR it does so all the time, so that the end of each message is sent twice. Where many answer
+//! one at once, and their first windows are more than its queue takes, that costs a time-out.
+//!
+//! Shares of a pipe are even but for what was measured of their unevenness ([`Costs::unevenness`](crate::network::Costs::unevenness)): what rounds of several lanes
+//! lose where each waits for the slower of its directions.
+//!
+//! Where as many ranks compute as there are cores, the work of communication falls to one of the cores, and so to the rank that computes there: a scheduler moves
+//! no thread that has a core of its own, and the kernel wakes a receiver where its sender runs. But it is fair: the rank keeps half of its core. What is beyond
+//! that, and all of it elsewhere, is shared evenly.
+//!
+//! Where every core computes, a message waits for a turn of its receiver's thread, behind those that compute there ([`Costs::turn_s`](crate::network::Costs::turn_s)).
 //!
 //! What is not simulated: packets, and so the delay in queues; the operating system's hand-overs beyond the message's latency.
 
 use std::cmp::{Ordering, Reverse};
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 
+use comm_core::splitmix::SplitMix64;
 use comm_core::table::Table;
 
-use crate::network::{Network, Processors};
+use crate::network::{Congestion, Network, Processors};
 use crate::program::{self, ClassPart, Item, ItemWork, MOST_SINGLE_RANKS, Program};
 use crate::share::{self, Demand, Use};
 use crate::tcp;
@@ -92,6 +105,27 @@ const REPEATS: usize = 2;
 /// # Errors
 /// The trace is none, the link carries nothing, ranks wait for each other for ever, or there are more than 512 ranks that do not all do the same.
 pub fn simulate(trace: &Trace, network: &Network, detail: Detail) -> Result<Outcome, String> {
+    simulate_from(trace, network, detail, Before::Steps)
+}
+
+/// As [`simulate`], but after a pause in which nothing was sent: token buckets are full.
+///
+/// # Errors
+/// Those of [`simulate`].
+pub(crate) fn simulate_after_pause(trace: &Trace, network: &Network, detail: Detail) -> Result<Outcome, String> {
+    simulate_from(trace, network, detail, Before::Pause)
+}
+
+/// What comes before the time through the trace that counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Before {
+    /// Another time through.
+    Steps,
+    /// That, and a pause.
+    Pause,
+}
+
+fn simulate_from(trace: &Trace, network: &Network, detail: Detail, before: Before) -> Result<Outcome, String> {
     trace.check().map_err(|why| why.to_string())?;
     network.link.check(trace.ranks.len())?;
     let (table, ranks) = (Table::fixed(), trace.ranks.len());
@@ -104,7 +138,7 @@ pub fn simulate(trace: &Trace, network: &Network, detail: Detail) -> Result<Outc
             programs => programs?,
         },
     };
-    let mut simulation = Simulation::new(&programs, network);
+    let mut simulation = Simulation::new(&programs, network, before);
     simulation.run()?;
     Ok(simulation.outcome(trace.steps))
 }
@@ -187,9 +221,33 @@ struct MessageState {
     has_arrived: bool,
     /// Its place among what goes on.
     slot: Option<usize>,
+    /// Whether another connection has sent through one of its pipes at the same time.
+    shared: bool,
     /// Not before this it arrives.
     not_before: f64,
 }
+
+/// A pipe that lets a burst pass.
+struct TokenBucket {
+    /// The pipe; what it carries in the long run is its capacity.
+    resource: usize,
+    /// Bytes that may pass at once, at most and now.
+    depth: f64,
+    tokens: f64,
+    /// Bytes a second that go through it.
+    used: f64,
+    /// Whether a burst passes: until it is empty, and again when a quarter has come back. Smaller ones would be events without end.
+    bursts: bool,
+}
+
+/// Bytes a second of a pipe whose bucket is not empty: more than any processor moves.
+const OF_A_BURST: f64 = 1e12;
+
+/// What a fair scheduler leaves to a thread beside another one on its core.
+const HALF_A_CORE: f64 = 0.5;
+
+/// Fewer tokens are none.
+const LEAST_TOKENS: f64 = 1.0;
 
 /// What goes on at a rate.
 struct Activity {
@@ -239,9 +297,13 @@ struct Progress {
 struct Simulation<'a> {
     programs: &'a [Program],
     network: &'a Network,
+    before: Before,
     capacities: Vec<f64>,
     processors: Vec<usize>,
+    /// Whether communication falls to the core on which the first rank computes.
+    one_core_communicates: bool,
     pipes: Vec<[usize; 2]>,
+    buckets: Vec<TokenBucket>,
     threads: HashMap<(usize, usize), usize>,
     connections: Vec<Connection>,
     of_ends: HashMap<(usize, usize, usize), usize>,
@@ -261,7 +323,7 @@ struct Simulation<'a> {
 }
 
 impl<'a> Simulation<'a> {
-    fn new(programs: &'a [Program], network: &'a Network) -> Self {
+    fn new(programs: &'a [Program], network: &'a Network, before: Before) -> Self {
         let mut capacities = Vec::new();
         let mut resource = |capacity: f64| {
             capacities.push(capacity);
@@ -271,23 +333,40 @@ impl<'a> Simulation<'a> {
             Processors::Shared { cores } => Some(resource(cores)),
             Processors::Own { .. } => None,
         };
+        let threads = programs.iter().map(|program| program.members.len()).sum::<usize>() as f64 * network.threads;
+        let is_single = programs.iter().all(|program| program.members.len() == 1);
+        let one_core_communicates = match network.processors {
+            Processors::Shared { cores } => is_single && (threads - cores.ceil()).abs() < 0.5,
+            Processors::Own { .. } => false,
+        };
         let mut processors = Vec::new();
-        let mut pipes = Vec::new();
+        let (mut pipes, mut buckets) = (Vec::new(), Vec::new());
         for program in programs {
             processors.push(match (shared, network.processors) {
                 (Some(shared), _) => shared,
                 (None, Processors::Own { cores } | Processors::Shared { cores }) => resource(cores),
             });
             let of_link = network.link.pipes(program.members[0]);
-            pipes.push([resource(network.goodput(&of_link.up)), resource(network.goodput(&of_link.down))]);
+            let both = [of_link.up, of_link.down].map(|pipe| (resource(network.goodput(&pipe)), network.burst(&pipe)));
+            buckets.extend(both.into_iter().filter(|(_, depth)| *depth > 0.0).map(|(resource, depth)| TokenBucket {
+                resource,
+                depth,
+                tokens: depth,
+                used: 0.0,
+                bursts: true,
+            }));
+            pipes.push(both.map(|(resource, _)| resource));
         }
         let progress = programs.iter().map(Progress::new).collect();
         Simulation {
             programs,
             network,
+            before,
             capacities,
             processors,
+            one_core_communicates,
             pipes,
+            buckets,
             threads: HashMap::new(),
             connections: Vec::new(),
             of_ends: HashMap::new(),
@@ -345,6 +424,9 @@ impl<'a> Simulation<'a> {
                 progress.repeat += 1;
                 if progress.repeat < REPEATS {
                     progress.restart(&self.programs[class], self.now);
+                    if self.before == Before::Pause {
+                        self.fill_buckets(class);
+                    }
                     continue;
                 }
                 progress.ended = self.now;
@@ -361,6 +443,13 @@ impl<'a> Simulation<'a> {
                 self.begin(class, item);
             }
         }
+    }
+
+    fn fill_buckets(&mut self, class: usize) {
+        for bucket in self.buckets.iter_mut().filter(|bucket| self.pipes[class].contains(&bucket.resource)) {
+            bucket.tokens = bucket.depth;
+        }
+        self.rates_known = false;
     }
 
     /// Begins an item.
@@ -494,24 +583,28 @@ impl<'a> Simulation<'a> {
         self.connections.len() - 1
     }
 
-    /// The queue of the slower of the two pipes between classes, in bytes, where it has a rate and a limit.
+    /// The queue of the slower of the two pipes between classes, in bytes, where it has a rate and a limit at which it loses packets.
     fn queue(&self, from: usize, to: usize) -> Option<f64> {
         let rank = |class: usize| self.programs[class].members[0];
         let (up, down) = (self.network.link.pipes(rank(from)).up, self.network.link.pipes(rank(to)).down);
         let rate = |pipe: &crate::network::Pipe| pipe.bits_per_s.unwrap_or(f64::INFINITY);
         let slower = if rate(&down) < rate(&up) { down } else { up };
-        slower.bits_per_s.and(slower.queue_bytes)
+        slower.bits_per_s.and(slower.queue_bytes).filter(|_| !slower.holds_sender)
     }
 
     /// By how much a message comes later because a queue overflowed while it was sent.
     fn held_up(&mut self, message: usize) -> f64 {
-        let MessageState { connection, bytes, .. } = self.messages[message];
+        let MessageState { connection, bytes, shared, .. } = self.messages[message];
         let costs = self.network.costs;
         let (from, to) = (self.connections[connection].from, self.connections[connection].to);
         let rate = self.capacities[self.pipes[from][0]].min(self.capacities[self.pipes[to][1]]);
         let Some(queue) = self.queue(from, to) else { return 0.0 };
         let of = &mut self.connections[connection];
         let Some(overflows) = of.overflows else { return 0.0 };
+        if costs.congestion == Congestion::Measured {
+            let overflows_always = shared && queue < tcp::QUEUE_OF_BBR * rate * of.round_trip;
+            return if overflows_always { overflows.late_s } else { 0.0 };
+        }
         let on_the_way = bytes.max(costs.ahead_bytes).min(costs.window_bytes);
         if on_the_way <= queue + rate * of.round_trip {
             return 0.0;
@@ -545,6 +638,7 @@ impl<'a> Simulation<'a> {
             has_left: false,
             has_arrived: false,
             slot: None,
+            shared: false,
             not_before: 0.0,
         };
         let index = match self.free_messages.pop() {
@@ -605,9 +699,12 @@ impl<'a> Simulation<'a> {
         let connection = self.messages[message].connection;
         self.messages[message].begun = true;
         let (now, fresh) = (self.now, self.initial_window());
+        self.note_sharing(message);
         let of = &mut self.connections[connection];
         let to = of.to;
-        if of.round_trip >= tcp::SHORTEST_ROUND_TRIP_S && now - of.idle_since > tcp::RETRANSMISSION_S.max(of.round_trip)
+        if self.network.costs.congestion == Congestion::Losses
+            && of.round_trip >= tcp::SHORTEST_ROUND_TRIP_S
+            && now - of.idle_since > tcp::RETRANSMISSION_S.max(of.round_trip)
         {
             of.window = fresh;
         }
@@ -621,6 +718,26 @@ impl<'a> Simulation<'a> {
         }
         self.messages[message].not_before = self.incast(message, to);
         self.start_flow(message);
+    }
+
+    /// Notes of a message that begins, and of those that are on their way, that they share a pipe.
+    fn note_sharing(&mut self, message: usize) {
+        let ends = |message: &MessageState| {
+            let Connection { from, to, .. } = self.connections[message.connection];
+            (message.connection, from, to)
+        };
+        let (own, from, to) = ends(&self.messages[message]);
+        let shares = |other: usize| {
+            let (connection, its_from, its_to) = ends(&self.messages[other]);
+            connection != own && (its_from == from || its_to == to)
+        };
+        let others = self.running.iter().filter_map(|activity| match activity.what {
+            Running::Flow(other) if shares(other) => Some(other),
+            _ => None,
+        });
+        let others: Vec<usize> = others.collect();
+        self.messages[message].shared |= !others.is_empty();
+        others.into_iter().for_each(|other| self.messages[other].shared = true);
     }
 
     /// When a message that is one of many to one receiver arrives at the earliest: after a time-out, where their first windows alone are more than
@@ -673,9 +790,11 @@ impl<'a> Simulation<'a> {
                 uses.push(Use { resource, each, users });
             }
         };
+        // One that gets twice an even share competes as two users that get half of it each.
+        let weight = self.weight(message);
         for (resource, users) in [(self.pipes[from][0], count), (self.pipes[to][1], into)] {
             if self.capacities[resource].is_finite() {
-                add(resource, 1.0, users);
+                add(resource, 1.0 / weight, users * weight);
             }
         }
         let shared = matches!(self.network.processors, Processors::Shared { .. });
@@ -695,6 +814,19 @@ impl<'a> Simulation<'a> {
         // What fits into the window goes at once.
         let of_window = if window < self.messages[message].left { window / round_trip } else { f64::INFINITY };
         Demand { most: most.min(of_window), uses }
+    }
+
+    /// The share that a message gets of a pipe, in even ones. Which connection is ahead is as good as chance; here it is the same chance in each simulation. One
+    /// that stands for many is even.
+    fn weight(&self, message: usize) -> f64 {
+        let MessageState { connection, number, .. } = self.messages[message];
+        let Connection { from, to, lane, .. } = self.connections[connection];
+        if [from, to].iter().any(|class| self.programs[*class].members.len() > 1) {
+            return 1.0;
+        }
+        let chance = SplitMix64::stream(0, &[from, to, lane, number].map(|part| part as u64)).next_u64();
+        let unevenness = self.network.costs.unevenness;
+        if chance.is_multiple_of(2) { 1.0 + unevenness } else { 1.0 - unevenness }
     }
 
     fn start_activity(&mut self, what: Running, demand: Demand) {
@@ -719,11 +851,58 @@ impl<'a> Simulation<'a> {
         if self.rates_known {
             return;
         }
-        let rates = share::rates(self.running.iter().map(|activity| &activity.demand), &self.capacities);
+        let mut capacities = self.capacities.clone();
+        for bucket in &mut self.buckets {
+            bucket.bursts |= bucket.tokens >= bucket.depth / 4.0;
+            if bucket.bursts {
+                capacities[bucket.resource] = OF_A_BURST;
+            }
+        }
+        let rates = share::rates(self.running.iter().map(|activity| &activity.demand), &capacities);
         for (activity, rate) in self.running.iter_mut().zip(rates) {
             activity.rate = rate;
         }
+        if self.one_core_communicates {
+            self.take_from_one();
+        }
+        for bucket in &mut self.buckets {
+            let pipe = bucket.resource;
+            let through = self.running.iter().flat_map(|activity| {
+                let uses = activity.demand.uses.iter().filter(move |each| each.resource == pipe);
+                uses.map(move |each| activity.rate * each.each * each.users)
+            });
+            bucket.used = through.sum();
+        }
         self.rates_known = true;
+    }
+
+    /// While all ranks compute, takes what communication needs of the processors from the first one, instead of from all.
+    fn take_from_one(&mut self) {
+        let processor = self.processors[0];
+        let of_flow = |activity: &Activity| {
+            let uses = activity.demand.uses.iter().filter(|each| each.resource == processor);
+            activity.rate * uses.map(|each| each.each * each.users).sum::<f64>()
+        };
+        let is_flow = |activity: &&Activity| matches!(activity.what, Running::Flow(_));
+        let taken = self.running.iter().filter(is_flow).map(of_flow).sum::<f64>().min(HALF_A_CORE);
+        let ranks = self.programs.len() as f64;
+        let computing: Vec<(usize, usize)> = self
+            .running
+            .iter()
+            .enumerate()
+            .filter_map(|(place, activity)| match activity.what {
+                Running::Compute(active) => Some((place, self.active[active].class)),
+                Running::Flow(_) => None,
+            })
+            .collect();
+        if computing.len() < self.programs.len() {
+            return;
+        }
+        for (place, class) in computing {
+            let rate = &mut self.running[place].rate;
+            *rate += taken / ranks - if class == 0 { taken } else { 0.0 };
+            *rate = rate.min(1.0);
+        }
     }
 
     /// What an activity has to do until something happens.
@@ -754,7 +933,12 @@ impl<'a> Simulation<'a> {
         };
         let soonest = self.running.iter().map(of).min_by(f64::total_cmp);
         let timed = self.timed.peek().map(|Reverse(timed)| timed.at);
-        soonest.into_iter().chain(timed).min_by(f64::total_cmp)
+        let empty = |bucket: &TokenBucket| {
+            let faster = bucket.used - self.capacities[bucket.resource];
+            (bucket.bursts && faster > 0.0).then(|| self.now + bucket.tokens / faster)
+        };
+        let emptied = self.buckets.iter().filter_map(empty);
+        soonest.into_iter().chain(timed).chain(emptied).min_by(f64::total_cmp)
     }
 
     fn advance(&mut self, next: f64) {
@@ -775,6 +959,13 @@ impl<'a> Simulation<'a> {
             if progress.repeat + 1 == REPEATS {
                 progress.busy += if progress.computing > 0 { passed } else { 0.0 };
                 progress.under_way += if progress.communicating > 0 { passed } else { 0.0 };
+            }
+        }
+        for bucket in &mut self.buckets {
+            let gained = (self.capacities[bucket.resource] - bucket.used) * passed;
+            bucket.tokens = (bucket.tokens + gained).clamp(0.0, bucket.depth);
+            if bucket.bursts && bucket.tokens <= LEAST_TOKENS {
+                (bucket.tokens, bucket.bursts, self.rates_known) = (0.0, false, false);
             }
         }
         self.now = next;
@@ -847,7 +1038,7 @@ impl<'a> Simulation<'a> {
         let programs = self.programs;
         let last = |class: usize| programs[class].members.last().copied().unwrap_or(0);
         let delay = self.network.link.delay_s(programs[from].members[0], last(to));
-        let late = self.held_up(message);
+        let late = self.held_up(message) + self.network.costs.turn_s * self.before_a_turn(to);
         let at = f64::max(self.now, self.messages[message].not_before) + self.network.costs.message_s + delay + late;
         self.foresee(at, Event::Arrives(message));
         self.connections[connection].queue.pop_front();
@@ -855,6 +1046,23 @@ impl<'a> Simulation<'a> {
         if let Some(next) = self.connections[connection].queue.front().copied() {
             self.begin_flow(next);
         }
+    }
+
+    /// Threads that compute on each core of a class, where there are as many as cores: a thread that is woken waits for as many turns.
+    fn before_a_turn(&self, class: usize) -> f64 {
+        let threads = self.network.threads;
+        let (cores, computing) = match self.network.processors {
+            Processors::Own { cores } => (cores, self.progress[class].computing as f64 * threads),
+            Processors::Shared { cores } => {
+                let of_class = |(program, progress): (&Program, &Progress)| {
+                    (program.members.len() * progress.computing) as f64 * threads
+                };
+                (cores, self.programs.iter().zip(&self.progress).map(of_class).sum())
+            }
+        };
+        // Cores do a little less than as many of them alone.
+        let cores = cores.ceil();
+        if computing >= cores { computing / cores } else { 0.0 }
     }
 
     fn arrive(&mut self, message: usize, touched: &mut Vec<usize>) {

@@ -9,6 +9,13 @@ pub const RETRANSMISSION_S: f64 = 0.2;
 /// Round-trip times below which a window is of no matter: it grows to any rate within a fraction of a millisecond.
 pub const SHORTEST_ROUND_TRIP_S: f64 = 1e-3;
 
+/// Share of packets up to which random losses hardly hold BBR back (Cardwell et al., "BBR: Congestion-Based Congestion Control", 2016, figure 8).
+pub const MOST_LOSS_OF_BBR: f64 = 0.15;
+
+/// Round trips at its rate that several connections of BBR keep in the queue of a path that they share; a queue that holds less loses packets
+/// all the time (Hock, Bless and Zitterbart, "Experimental evaluation of BBR congestion control", 2017: 1 to 1.5).
+pub const QUEUE_OF_BBR: f64 = 1.5;
+
 /// Bytes a second that `loss`, the share of packets that is lost at random, leaves a flow whose packets carry `segment` bytes over a path with a
 /// round trip of `rtt` seconds; infinite without loss. The greater of two:
 ///

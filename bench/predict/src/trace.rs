@@ -256,6 +256,27 @@ impl RankTrace {
         compute.sum()
     }
 
+    /// Nanoseconds in which at least one operation was under way where the rank was recorded; none of it where it was not.
+    pub fn under_way_ns(&self) -> u64 {
+        let operations = self.nodes.iter().filter(|node| node.work.communicates());
+        let mut spans: Vec<Recorded> = operations.filter_map(|node| node.recorded).collect();
+        spans.sort_unstable_by_key(|span| span.began_ns);
+        let (mut total, mut until) = (0, 0);
+        for Recorded { began_ns, took_ns } in spans {
+            let ended = began_ns.saturating_add(took_ns);
+            total += ended.saturating_sub(began_ns.max(until));
+            until = until.max(ended);
+        }
+        total
+    }
+
+    /// The same without the times of a recording.
+    #[must_use]
+    pub fn without_times(mut self) -> Self {
+        self.nodes.iter_mut().for_each(|node| node.recorded = None);
+        self
+    }
+
     /// Adds a node; its place.
     pub fn push(&mut self, name: impl Into<String>, after: Vec<usize>, work: Work) -> usize {
         self.nodes.push(Node { name: name.into(), after, work, recorded: None });

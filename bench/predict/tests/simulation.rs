@@ -4,7 +4,7 @@
 
 use comm_core::{Algorithm, DType, OpKind};
 use predict::alpha_beta::alpha_beta;
-use predict::network::{Costs, Link, Network, Processors};
+use predict::network::{Congestion, Costs, Link, Network, Processors};
 use predict::trace::{Collective, Message, RankTrace, Trace, Work};
 use predict::{Detail, Outcome, simulate};
 
@@ -176,6 +176,31 @@ fn each_round_of_a_ring_waits_for_the_one_before() {
     assert_near(far - near, 16.0 * 0.005);
 }
 
+/// Four ranks, each with another peer on each lane: where shares are uneven one direction of an exchange ends late, and nothing of its lane goes meanwhile.
+#[test]
+fn uneven_shares_cost_those_that_wait_for_both_directions() {
+    let of = |unevenness: f64, lanes: usize| {
+        let network = Network { costs: Costs { unevenness, ..network().costs }, ..network() };
+        let buckets = trace(4, |_, nodes| {
+            for bucket in 0..6 {
+                let all_reduce = Collective {
+                    lane: bucket % lanes,
+                    background: true,
+                    algorithm: Some(Algorithm::HalvingDoubling),
+                    ..Collective::of_all(OpKind::AllReduce, 1 << 20)
+                };
+                nodes.push("bucket", vec![], Work::Collective(all_reduce));
+            }
+        });
+        run(&buckets, &network).step_s
+    };
+    let even = of(0.0, 2);
+    assert_near(even, of(0.0, 1));
+    assert_near(of(0.5, 1), even);
+    let uneven = of(0.5, 2);
+    assert!(uneven > 1.03 * even && uneven < 1.5 * even, "{uneven}, {even}");
+}
+
 #[test]
 fn a_connection_begins_slowly_and_again_after_a_pause() {
     let mut network = network();
@@ -195,6 +220,71 @@ fn a_connection_begins_slowly_and_again_after_a_pause() {
     assert!(cold > rounds * 0.05 && cold < (rounds + 2.0) * 0.05, "{cold}");
     let warm = run(&send(1_000_000, 1_000_000), &network).step_s - 0.001;
     assert!(warm < cold / 2.0, "{warm}, {cold}");
+}
+
+/// One message, and an answer.
+fn send(bytes: u64, pause_ns: u64) -> Trace {
+    trace(2, |rank, nodes| {
+        let paused = nodes.push("pause", vec![], Work::Compute { ns: pause_ns });
+        let work = if rank == 0 { Work::Send(message(1, bytes)) } else { Work::Receive(message(0, bytes)) };
+        let first = nodes.push("message", vec![paused], work);
+        let answer = if rank == 0 { Work::Receive(message(1, 4)) } else { Work::Send(message(0, 4)) };
+        nodes.push("answer", vec![first], answer);
+    })
+}
+
+#[test]
+fn a_window_outlasts_a_pause_but_for_the_kernels_by_losses() {
+    let of = |congestion: Congestion| {
+        let costs = Costs { congestion, ..network().costs };
+        let network = Network { link: Link::even("far", Some(RATE * 8.0), 0.025), costs, ..network() };
+        run(&send(1_000_000, 1_000_000_000), &network).step_s - 1.0
+    };
+    let (once, warm) = (1_000_000.0 / RATE + 2.0 * 0.025, of(Congestion::Measured));
+    // The window has grown to what the first message took.
+    assert!(warm > once && warm < 2.0 * once, "{warm}, {once}");
+    assert_near(of(Congestion::LossesWithoutRestart), warm);
+    assert!(of(Congestion::Losses) > 2.5 * warm, "{}", of(Congestion::Losses));
+}
+
+/// The slip: a rate that is taken from what passed in a burst.
+#[test]
+fn a_burst_passes_at_once_and_the_rest_at_the_rate() {
+    let mut network = network();
+    for pipe in [&mut network.link.usual.up, &mut network.link.usual.down] {
+        pipe.burst_bytes = 250_000.0;
+    }
+    let after_a_pause = |bytes: u64| run(&send(bytes, 10_000_000), &network).step_s - 0.010;
+    assert!(after_a_pause(200_000) < 1e-5, "{}", after_a_pause(200_000));
+    // 2 ms of the rate passed before.
+    assert!((after_a_pause(1_250_000) - 0.008).abs() < 1e-5, "{}", after_a_pause(1_250_000));
+    // Without a pause all goes at the rate: what one way had saved is spent after the first times.
+    let steady = collective(OpKind::AllReduce, Algorithm::Ring, 1 << 21);
+    assert!((operation(2, &steady, &network) / (8_388_608.0 / RATE) - 1.0).abs() < 0.04);
+}
+
+#[test]
+fn a_queue_of_ones_own_card_loses_nothing_and_one_further_on_does() {
+    let two = trace(2, |_, nodes| {
+        for lane in 0..2 {
+            let bucket = Collective { lane, background: true, ..Collective::of_all(OpKind::AllReduce, 1 << 20) };
+            nodes.push("bucket", vec![], Work::Collective(bucket));
+        }
+    });
+    let of = |congestion: Congestion, queue: f64, holds_sender: bool| {
+        let mut network = network();
+        network.link = Link::even("far", Some(RATE * 8.0), 0.010);
+        network.costs.congestion = congestion;
+        (network.link.usual.up.queue_bytes, network.link.usual.up.holds_sender) = (Some(queue), holds_sender);
+        run(&two, &network).step_s
+    };
+    let path = 0.020 * RATE;
+    let free = of(Congestion::Measured, path, true);
+    // Two connections of BBR are more than a queue of one round trip takes.
+    let lost = of(Congestion::Measured, path, false);
+    assert!(lost > free + 0.030, "{lost}, {free}");
+    assert_near(of(Congestion::Measured, 4.0 * path, false), free);
+    assert_near(of(Congestion::Losses, 1e4, true), of(Congestion::Losses, 1e9, false));
 }
 
 #[test]
@@ -250,6 +340,47 @@ fn what_a_byte_costs_the_processor_is_taken_from_computation() {
     });
     // Each byte of both ranks' 4 MiB takes a nanosecond twice.
     assert_near(run(&both, &network).step_s, 0.1 + 2.0 * 2.0 * 4_194_304.0 * 1e-9);
+}
+
+/// Two threads on two cores: one of them has its core for itself, and the other one shares it with all communication.
+#[test]
+fn communication_falls_to_one_core_where_each_has_a_thread() {
+    let costs = Costs { send_s_per_byte: 1e-9, receive_s_per_byte: 1e-9, ..network().costs };
+    let of = |cores: f64| {
+        let processors = Processors::Shared { cores };
+        let network = Network { costs, processors, ..network() };
+        let both = trace(2, |_, nodes| {
+            let bucket = Collective { background: true, ..Collective::of_all(OpKind::AllReduce, 1 << 20) };
+            nodes.push("bucket", vec![], Work::Collective(bucket));
+            nodes.push("compute", vec![], Work::Compute { ns: 50_000_000 });
+            nodes.push("barrier", vec![0, 1], collective(OpKind::Barrier, Algorithm::Direct, 0));
+        });
+        run(&both, &network).step_s
+    };
+    // Each byte of both ranks' 4 MiB takes a nanosecond twice, which is half a core at the link's rate.
+    assert_near(of(2.0), 0.050 + 2.0 * 2.0 * 4_194_304.0 * 1e-9);
+    assert_near(of(4.0), 0.050);
+}
+
+#[test]
+fn a_message_waits_for_a_turn_where_every_core_computes() {
+    let costs = Costs { turn_s: 2e-3, ..network().costs };
+    let of = |ranks: usize, cores: f64| {
+        let network = Network { costs, processors: Processors::Shared { cores }, ..network() };
+        let all = trace(ranks, |_, nodes| {
+            let sum = Collective { background: true, ..Collective::of_all(OpKind::AllReduce, 1) };
+            let summed = nodes.push("sum", vec![], Work::Collective(sum));
+            nodes.push("compute", vec![], Work::Compute { ns: 50_000_000 });
+            let after = Collective { lane: 1, background: true, ..Collective::of_all(OpKind::AllReduce, 1) };
+            nodes.push("sum", vec![summed], Work::Collective(after));
+        });
+        let outcome = run(&all, &network);
+        outcome.ranks[0].communicating_s
+    };
+    // One round each among two, two rounds among four.
+    assert!((of(2, 2.0) - 2.0 * 2e-3).abs() < 1e-4, "{}", of(2, 2.0));
+    assert!((of(4, 2.0) - 4.0 * 2.0 * 2e-3).abs() < 1e-4, "{}", of(4, 2.0));
+    assert!(of(2, 4.0) < 1e-4);
 }
 
 /// A step of each shape of strategy.

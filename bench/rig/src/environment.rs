@@ -46,6 +46,11 @@ impl Environment {
         format!("{}, {} cores", self.machine, self.cores)
     }
 
+    /// The kernel's default congestion control for TCP, by its name.
+    pub fn congestion_control(&self) -> &str {
+        &self.congestion_control
+    }
+
     pub fn one_line(&self) -> String {
         format!(
             "{}, {:.0} GB, Linux {}, TCP {}, commit {}",

@@ -6,11 +6,13 @@ use std::process::ExitCode;
 use gpt2::cli::say;
 use predict::prediction::Estimate;
 use rig::BenchError;
+use rig::plot::{self, Curve, Labels, Point, Scale};
 use rig::record::{Axis, Cell, Record};
 use rig::results::read_some_records;
 use rig::stats::median;
 use rig::text;
 use rig::training::sound;
+use serde::{Deserialize, Serialize};
 
 use super::forecast::{Forecast, ms};
 
@@ -21,7 +23,7 @@ const WARM_UP: usize = 2;
 const MUCH: f64 = 0.3;
 
 /// A cell: what was predicted and what was measured, in seconds.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Pair {
     cell: Cell,
     step: Estimate,
@@ -33,33 +35,119 @@ struct Pair {
     marked: bool,
 }
 
+/// Predictions beside what was measured.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Comparison {
+    pairs: Vec<Pair>,
+    /// Cells without a sound run.
+    unmeasured: Vec<String>,
+}
+
+/// What the predictions of a folder of results are called there.
+pub(crate) const PREDICTIONS: &str = "predictions.jsonl";
+
 pub(super) fn run(predictions: &Path, results: &Path) -> Result<ExitCode, BenchError> {
-    let text = std::fs::read_to_string(predictions).map_err(|error| format!("{}: {error}", predictions.display()))?;
-    let line = |(number, line): (usize, &str)| {
-        let wrong = |error: serde_json::Error| format!("{}, line {}: {error}", predictions.display(), number + 1);
-        serde_json::from_str::<Forecast>(line).map_err(wrong)
-    };
-    let forecasts = text.lines().enumerate().map(line).collect::<Result<Vec<_>, _>>()?;
-    let records = read_some_records(results)?.records;
-    let (pairs, unmeasured) = pairs(&forecasts, &records);
-    if pairs.is_empty() {
+    let read = read_some_records(results)?;
+    let comparison = Comparison::of(predictions, &read.records)?;
+    if comparison.pairs.is_empty() {
         return Err(format!("no cell of {} has a good run in {}", predictions.display(), results.display()).into());
     }
-    say(format_args!("{}", table(&pairs)));
-    for sentence in sentences(&pairs) {
+    say(format_args!("{}", table(&comparison.pairs)));
+    for sentence in comparison.sentences() {
         say(format_args!("{sentence}"));
     }
-    if !unmeasured.is_empty() {
-        say(format_args!(
-            "left out, because there is no good run in {}: {} of {} cells: {}",
-            results.display(),
-            unmeasured.len(),
-            forecasts.len(),
-            unmeasured.join("; ")
-        ));
-    }
+    keep(predictions, &read.file)?;
     Ok(ExitCode::SUCCESS)
 }
+
+/// Puts predictions beside the results that they are compared with, where the report finds them.
+fn keep(predictions: &Path, results: &Path) -> Result<(), String> {
+    let kept = results.with_file_name(PREDICTIONS);
+    if kept.canonicalize().ok() == predictions.canonicalize().ok() {
+        return Ok(());
+    }
+    let copied = std::fs::copy(predictions, &kept).map_err(|error| format!("{}: {error}", kept.display()))?;
+    say(format_args!("{}: {copied} bytes, for bench report", kept.display()));
+    Ok(())
+}
+
+impl Comparison {
+    /// Predictions of a file beside the records of their cells.
+    ///
+    /// # Errors
+    /// It cannot be read, or has something else.
+    pub(crate) fn of(predictions: &Path, records: &[Record]) -> Result<Self, String> {
+        let text =
+            std::fs::read_to_string(predictions).map_err(|error| format!("{}: {error}", predictions.display()))?;
+        let line = |(number, line): (usize, &str)| {
+            let wrong = |error: serde_json::Error| format!("{}, line {}: {error}", predictions.display(), number + 1);
+            serde_json::from_str::<Forecast>(line).map_err(wrong)
+        };
+        let forecasts = text.lines().enumerate().map(line).collect::<Result<Vec<_>, _>>()?;
+        let (pairs, unmeasured) = pairs(&forecasts, records);
+        Ok(Comparison { pairs, unmeasured })
+    }
+
+    /// What it comes to.
+    pub(crate) fn sentences(&self) -> Vec<String> {
+        let mut sentences = sentences(&self.pairs);
+        if !self.unmeasured.is_empty() {
+            sentences.push(format!(
+                "left out, because there is no good run: {} of {} cells: {}",
+                self.unmeasured.len(),
+                self.unmeasured.len() + self.pairs.len(),
+                self.unmeasured.join("; ")
+            ));
+        }
+        sentences
+    }
+
+    /// A mark for each cell: its predicted step over its measured one.
+    ///
+    /// # Errors
+    /// There is nothing to draw.
+    pub(crate) fn picture(&self) -> Result<String, String> {
+        let of_pair = |pair: &Pair| Point {
+            x: ms(pair.measured_step),
+            y: ms(pair.step.value),
+            interval: Some((ms(pair.step.low), ms(pair.step.high))),
+        };
+        let (low, high) = self.pairs.iter().fold((f64::INFINITY, 0.0_f64), |(low, high), pair| {
+            (low.min(ms(pair.measured_step)), high.max(ms(pair.measured_step)))
+        });
+        let diagonal = [low, high].map(|at| Point { x: at, y: at, interval: None });
+        let marks = |name: &str, points: Vec<Point>, colour: usize| Curve {
+            name: name.into(),
+            points,
+            colour,
+            dashed: false,
+            width: 0.0,
+            mark: Some(colour),
+        };
+        let mut curves = vec![Curve {
+            name: "as measured".into(),
+            points: diagonal.to_vec(),
+            colour: 0,
+            dashed: true,
+            width: 1.0,
+            mark: None,
+        }];
+        let mut transports: Vec<&str> = self.pairs.iter().map(|pair| pair.cell.transport.as_str()).collect();
+        transports.sort_unstable();
+        transports.dedup();
+        for (number, transport) in transports.iter().enumerate() {
+            let of_transport = self.pairs.iter().filter(|pair| pair.cell.transport == *transport);
+            curves.push(marks(transport, of_transport.map(of_pair).collect(), number + 1));
+        }
+        let plain = |pair: &Pair| Point { x: ms(pair.measured_step), y: ms(pair.alpha_beta_s), interval: None };
+        curves.push(marks("latency and rate alone", self.pairs.iter().map(plain).collect(), transports.len() + 1));
+        let labels = Labels { title: TITLE, x: "measured (ms a step)", y: "predicted (ms a step)" };
+        plot::curves(&labels, &curves, Scale { log_x: true, log_y: true, ..Scale::default() })
+    }
+}
+
+/// Of the picture.
+pub(crate) const TITLE: &str = "Steps: predicted and measured";
 
 /// The forecasts that have sound runs beside them, and the cells of those that have none.
 fn pairs(forecasts: &[Forecast], records: &[Record]) -> (Vec<Pair>, Vec<String>) {
@@ -176,15 +264,36 @@ fn sentences(pairs: &[Pair]) -> Vec<String> {
             sentences.push(format!("{within} of {} measured steps lie within their bounds, {meant}", steps().count()));
         }
     }
+    sentences.extend(by_axis(pairs));
     if let Some(worst) = pairs.iter().max_by(|a, b| step(a).abs().total_cmp(&step(b).abs())) {
         let Cell { strategy, transport, link, ranks, .. } = &worst.cell;
         sentences.push(format!(
-            "the worst cell is {strategy} over {transport} on {link} with {ranks} ranks: predicted {:.1} ms, measured {:.1}",
+            "the worst cell is {strategy} over {transport} on {link} with {ranks} ranks: predicted {:.1} ms, of which {:.1} waiting; measured {:.1}, of which \
+             {:.1} waiting",
             ms(worst.step.value),
-            ms(worst.measured_step)
+            ms(worst.exposed.value),
+            ms(worst.measured_step),
+            ms(worst.measured_exposed)
         ));
     }
     sentences
+}
+
+/// How far off steps are in the median, for each value of each axis that has several.
+fn by_axis(pairs: &[Pair]) -> Vec<String> {
+    let of_axis = |axis: &Axis| {
+        let mut values: Vec<(String, Vec<f64>)> = Vec::new();
+        for pair in pairs {
+            let (value, error) = (pair.cell.value(*axis), off(pair.step.value, pair.measured_step).abs());
+            match values.iter_mut().find(|(known, _)| *known == value) {
+                Some((_, errors)) => errors.push(error),
+                None => values.push((value, vec![error])),
+            }
+        }
+        let values = values.iter().map(|(value, errors)| format!("{value} {:.1} %", 100.0 * quantile(errors, 0.5)));
+        format!("a step by {axis}, in the median: {}", values.collect::<Vec<_>>().join(", "))
+    };
+    Cell::varied(pairs.iter().map(|pair| &pair.cell)).iter().map(of_axis).collect()
 }
 
 /// The least value that at least this part of the values does not exceed.
@@ -227,12 +336,25 @@ mod tests {
         );
         assert!(text.contains("latency and rate alone: 100.0 % in the median"), "{text}");
         assert!(text.contains("1 of 3 measured steps lie within"), "{text}");
-        assert!(text.contains("predicted 130.0 ms, measured 100.0"), "{text}");
+        assert!(text.contains("predicted 130.0 ms, of which 65.0 waiting; measured 100.0, of which 50.0"), "{text}");
         assert!(table(&pairs).contains("+30.0 %"), "{}", table(&pairs));
         pairs[2].marked = true;
         let text = sentences(&pairs).join("\n");
         assert!(text.contains("1 of 2 measured steps lie") && text.contains("0 of 1 measured steps lie"), "{text}");
         assert!(table(&pairs).contains("ddp *"), "{}", table(&pairs));
+    }
+
+    #[test]
+    fn the_picture_has_a_mark_for_each_transport_and_for_the_plain_model() {
+        let mut pairs = vec![pair_of(0.105, 0.1), pair_of(0.2, 0.19)];
+        pairs[1].cell.transport = "quic".into();
+        let text = sentences(&pairs).join("\n");
+        assert!(text.contains("a step by transport, in the median: ") && text.contains("quic 5.3 %"), "{text}");
+        let svg = Comparison { pairs, unmeasured: Vec::new() }.picture().unwrap();
+        for part in [TITLE, "quic", "latency and rate alone", "as measured"] {
+            assert!(svg.contains(part), "{part}");
+        }
+        assert!(Comparison { pairs: Vec::new(), unmeasured: Vec::new() }.picture().is_err());
     }
 
     fn record_of(strategy: &str) -> Record {

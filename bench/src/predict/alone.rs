@@ -48,7 +48,8 @@ pub(super) fn rank_trace(cell: &Cell, text: &TextSource, rank: usize) -> Result<
     };
     let mut seen = Seen(Vec::new());
     run_alone(&config, &corpus, (rank, cell.ranks), &options, &Device::flex(), &mut seen)?;
-    Ok(steps::rank_trace(&seen.0, period)?)
+    // When its operations ended without the others says nothing.
+    Ok(steps::rank_trace(&seen.0, period)?.without_times())
 }
 
 /// Keeps what each step did.

@@ -11,8 +11,8 @@ use gpt2::config::Preset;
 use gpt2::strategy::StrategyKind;
 use gpt2::trainer::TrainConfig;
 use isocomm::{Rung, TransportKind, TransportOptions};
-use predict::calibration::{Calibration, Path, Probe, SCHEMA, Sample, fit, probes};
-use predict::network::{Costs, Link, Network, Processors};
+use predict::calibration::{Calibration, Path, Probe, Quantity, SCHEMA, Sample, fit, probes};
+use predict::network::{Congestion, Costs, Link, Network, Processors};
 use predict::trace::Trace;
 use predict::{Detail, simulate};
 use rig::BenchError;
@@ -20,7 +20,7 @@ use rig::debug;
 use rig::environment::Environment;
 use rig::link::{Profile, TestNetwork, gain_namespaces};
 use rig::machine;
-use rig::record::LOOPBACK;
+use rig::record::{DEFAULT, LOOPBACK};
 use rig::signal::Signals;
 use rig::stats::median;
 use rig::text;
@@ -33,8 +33,8 @@ use super::perform::{Run, perform};
 
 /// Measures what messages and collectives cost over transports and links, and how fast the machine's cores compute together, for `bench predict`.
 ///
-/// Ranks send messages and run collectives of several sizes over each transport and link. Costs are then fitted so that the simulation takes the same
-/// times. Every third measurement is left out of the fit, to measure its error.
+/// Ranks send messages and run collectives of several sizes over each transport and link, alone, beside computation and two at once. Costs are then fitted so that the
+/// simulation takes the same times. Some measurements are left out of the fit, to measure its error.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct CalibrateArgs {
     /// Transports, separated by commas.
@@ -83,9 +83,11 @@ pub(crate) fn run(args: &CalibrateArgs) -> Result<ExitCode, BenchError> {
     }
     let began = Instant::now();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let Together { effective_cores, spread } = together(cores)?;
+    let Together { effective_cores, spread, sharing } = together(cores)?;
+    let shared =
+        sharing.map_or(String::new(), |spread| format!(", by {:.1} % where ranks share cores", 100.0 * spread));
     say(format_args!(
-        "{cores} cores together compute as fast as {effective_cores:.2} cores would alone; the computation of a step varies by {:.1} %",
+        "{cores} cores together compute as fast as {effective_cores:.2} cores would alone; the computation of a step varies by {:.1} %{shared}",
         100.0 * spread
     ));
     let mut calibration = Calibration {
@@ -94,6 +96,7 @@ pub(crate) fn run(args: &CalibrateArgs) -> Result<ExitCode, BenchError> {
         cores,
         effective_cores,
         compute_spread: spread,
+        sharing_spread: sharing,
         paths: Vec::new(),
     };
     for name in &links {
@@ -101,8 +104,7 @@ pub(crate) fn run(args: &CalibrateArgs) -> Result<ExitCode, BenchError> {
         let network = TestNetwork::new(&profile, args.ranks, None)?;
         for kind in &args.transports {
             signals.check()?;
-            let path = path(Rung::from(*kind), &link(&profile), &network, args.ranks, calibration.shared_machine())?;
-            calibration.paths.push(path);
+            calibration.paths.push(path(Rung::from(*kind), &link(name, &profile), &network, args.ranks, cores)?);
         }
     }
     say(format_args!("{}", table(&calibration)));
@@ -134,41 +136,55 @@ fn write(mut file: NamedTempFile, out: &std::path::Path, text: &str) -> Result<(
 }
 
 /// Measures and fits one transport over one link.
-fn path(
-    rung: Rung,
-    link: &Link,
-    network: &TestNetwork,
-    ranks: usize,
-    processors: Processors,
-) -> Result<Path, BenchError> {
+fn path(rung: Rung, link: &Link, network: &TestNetwork, ranks: usize, cores: usize) -> Result<Path, BenchError> {
     let start = start(rung);
     let probes: Vec<Probe> = probes(link, ranks);
-    let runs = probes
-        .iter()
-        .map(|probe| Ok(Run { times: times(&probe.trace, link, start)?, warm_up: 2, trace: probe.trace.clone() }));
+    let pause_s = pause(link);
+    let runs = probes.iter().map(|probe| {
+        let times = times(&probe.trace, link, start, pause_s)?;
+        Ok(Run { times, warm_up: 2, trace: probe.trace.clone(), pause_s })
+    });
     let runs = runs.collect::<Result<Vec<Run>, String>>()?;
     let options = TransportOptions { timeout: TIMEOUT / 2, ..TransportOptions::default() };
     let performed = perform(&runs, rung, &options, network, TIMEOUT)?;
     let sample = |(probe, performed): (Probe, super::perform::Performed)| {
-        let seconds = median(&performed.seconds).ok_or("a probe without a measurement")?;
-        Ok::<_, String>(Sample { probe, seconds, cpu_s: performed.cpu_s })
+        let all = match probe.quantity {
+            Quantity::Whole => &performed.seconds,
+            Quantity::UnderWay => &performed.under_way,
+        };
+        let seconds = median(all).ok_or("a probe without a measurement")?;
+        Ok::<_, String>(Sample { probe, seconds, cpu_s: performed.cpu_s, unevenness: median(&performed.unevenness) })
     };
     let samples = probes.into_iter().zip(performed).map(sample).collect::<Result<Vec<_>, _>>()?;
+    // What a probe computes is measured in processor time, of which cores have as much as there are of them.
+    let processors = Processors::Shared { cores: cores as f64 };
     let (costs, residuals) = fit(&samples, link, processors, start)?;
     Ok(Path { transport: rung.to_string(), link: link.clone(), ranks, costs, residuals })
 }
 
-/// What is not fitted: headers of packets. QUIC's are those of IP and UDP, a short header, and what authenticates.
+/// What is not fitted: headers of packets, and how connections find their rate. QUIC's headers are those of IP and UDP, a short header, and what authenticates.
 fn start(rung: Rung) -> Costs {
-    if rung.has_packets() { Costs { packet_overhead: 28.0 + 30.0, ..Costs::default() } } else { Costs::default() }
+    if rung.has_packets() {
+        Costs { packet_overhead: 28.0 + 30.0, congestion: Congestion::of(DEFAULT, true), ..Costs::default() }
+    } else {
+        let congestion = Congestion::of(Environment::read().congestion_control(), false);
+        Costs { congestion, ..Costs::default() }
+    }
+}
+
+/// How long a link has to rest until its bursts pass again, in seconds.
+fn pause(link: &Link) -> f64 {
+    let pipes = link.unusual.values().chain([&link.usual]).flat_map(|pipes| [pipes.up, pipes.down]);
+    let fills = pipes.filter_map(|pipe| pipe.bits_per_s.map(|bits| pipe.burst_bytes * 8.0 / bits));
+    2.0 * fills.fold(0.0, f64::max)
 }
 
 /// How often a probe is run, by what it would take at the least.
-fn times(trace: &Trace, link: &Link, costs: Costs) -> Result<u32, String> {
+fn times(trace: &Trace, link: &Link, costs: Costs, pause_s: f64) -> Result<u32, String> {
     let costs = Costs { message_s: 5e-5, connection_bytes_per_s: Some(1e9), ..costs };
     let network = Network { link: link.clone(), costs, processors: Processors::Own { cores: 1.0 }, threads: 1.0 };
     let seconds = simulate(trace, &network, Detail::EveryRank)?.step_s;
-    let times = OF_A_PROBE.as_secs_f64() / seconds.max(1e-6);
+    let times = OF_A_PROBE.as_secs_f64() / (seconds.max(1e-6) + pause_s);
     Ok((times as u32).clamp(*TIMES.start(), *TIMES.end()))
 }
 
@@ -176,9 +192,14 @@ fn times(trace: &Trace, link: &Link, costs: Costs) -> Result<u32, String> {
 struct Together {
     effective_cores: f64,
     spread: f64,
+    /// Of two ranks a core.
+    sharing: Option<f64>,
 }
 
-/// Trains on one core, and then on all at the same time, each by itself.
+/// Cores up to which it is measured what ranks do that share them.
+const SHARED_CORES: usize = 8;
+
+/// Trains on one core, and then on all at the same time, and on all with two ranks each, each rank by itself.
 fn together(cores: usize) -> Result<Together, BenchError> {
     let text = TextSource::bytes(None)?;
     let computation = |ranks: usize| -> Result<Vec<f64>, BenchError> {
@@ -190,23 +211,33 @@ fn together(cores: usize) -> Result<Together, BenchError> {
         let steps = outputs.iter().flat_map(|process| &process.steps);
         Ok(steps.flat_map(|steps| steps.iter().skip(2).map(of_step)).collect())
     };
-    // In turn, so that a busy moment hits both.
-    let (mut one, mut all) = (Vec::new(), Vec::new());
-    for _ in 0..3 {
+    // In turn, so that a busy moment hits all.
+    let (mut one, mut all, mut sharing) = (Vec::new(), Vec::new(), Vec::new());
+    for round in 0..3 {
         one.extend(computation(1)?);
         all.extend(computation(cores)?);
+        if round == 0 && cores <= SHARED_CORES {
+            sharing.extend(computation(2 * cores)?);
+        }
     }
     let middle = |times: &[f64]| median(times).filter(|time| *time > 0.0).ok_or("no step was measured");
     let (alone, beside) = (middle(&one)?, middle(&all)?);
-    let logarithms: Vec<f64> = all.iter().map(|time| (time / beside).ln()).collect();
-    let squares: f64 = logarithms.iter().map(|off| off * off).sum();
-    let spread = (squares / logarithms.len() as f64).sqrt().max(0.005);
-    Ok(Together { effective_cores: (cores as f64 * alone / beside).clamp(1.0, cores as f64), spread })
+    let spread = |times: &[f64]| {
+        let middle = median(times).filter(|time| *time > 0.0)?;
+        let squares: f64 = times.iter().map(|time| (time / middle).ln().powi(2)).sum();
+        Some((squares / times.len() as f64).sqrt().max(0.005))
+    };
+    Ok(Together {
+        effective_cores: (cores as f64 * alone / beside).clamp(1.0, cores as f64),
+        spread: spread(&all).ok_or("no step was measured")?,
+        sharing: spread(&sharing),
+    })
 }
 
 fn table(calibration: &Calibration) -> String {
     let line = |path: &Path| {
-        let Costs { message_s, send_s_per_byte, receive_s_per_byte, reduce_s_per_byte, efficiency, .. } = path.costs;
+        let Costs { message_s, send_s_per_byte, receive_s_per_byte, reduce_s_per_byte, efficiency, turn_s, .. } =
+            path.costs;
         let connection =
             path.costs.connection_bytes_per_s.map_or("the link's".into(), |rate| format!("{:.2}", rate / 1e9));
         [
@@ -217,6 +248,7 @@ fn table(calibration: &Calibration) -> String {
             format!("{:.0} %", 100.0 * efficiency),
             format!("{:.2}", (send_s_per_byte + receive_s_per_byte) * 1e9),
             format!("{:.2}", reduce_s_per_byte * 1e9),
+            format!("{:.1}", turn_s * 1e3),
             format!("{:.1} %", 100.0 * path.spread()),
         ]
     };
@@ -228,6 +260,7 @@ fn table(calibration: &Calibration) -> String {
         "of the rate",
         "processor (ns/B)",
         "reduction (ns/B)",
+        "turn (ms)",
         "off by",
     ];
     text::columns(&header, &calibration.paths.iter().map(line).collect::<Vec<_>>(), 2)

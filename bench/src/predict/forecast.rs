@@ -9,7 +9,7 @@ use gpt2::strategy::StrategyKind;
 use isocomm::{Rung, TransportOptions};
 use predict::calibration::Calibration;
 use predict::chakra;
-use predict::network::Processors;
+use predict::network::{Congestion, Processors};
 use predict::prediction::{Assumed, Estimate, Prediction, Question, predict};
 use predict::trace::Trace;
 use rig::BenchError;
@@ -110,7 +110,7 @@ impl ForecastOptions {
         let processor = Environment::read().processor();
         let mut forecasts = Vec::with_capacity(cells.len());
         for cell in cells {
-            let link = link(&Profile::find(&cell.link)?);
+            let link = link(&cell.link, &Profile::find(&cell.link)?);
             let trace = trace(cell)?.with_compute_scaled(1.0 / speed);
             let question = Question {
                 trace: &trace,
@@ -118,6 +118,7 @@ impl ForecastOptions {
                 link: &link,
                 processors,
                 threads: cell.threads as f64,
+                congestion: congestion(cell)?,
                 assumed: self.assumed(cell, calibration, &processor),
             };
             let prediction = predict(&question, calibration).map_err(|why| format!("{}: {why}", cell.strategy))?;
@@ -160,6 +161,15 @@ impl ForecastOptions {
         }
         assumed
     }
+}
+
+/// How the connections of a cell find their rate, where it says so.
+///
+/// # Errors
+/// It names no transport.
+fn congestion(cell: &Cell) -> Result<Option<Congestion>, BenchError> {
+    let rung: Rung = cell.transport.parse()?;
+    Ok((cell.congestion != DEFAULT).then(|| Congestion::of(&cell.congestion, rung.has_packets())))
 }
 
 /// The strategy of a cell whose trace is that of a file.
@@ -338,6 +348,7 @@ mod tests {
             cores: 2,
             effective_cores: 2.0,
             compute_spread: 0.02,
+            sharing_spread: None,
             paths: Vec::new(),
         };
         let usual = Cell { threads: 1, lanes: TransportOptions::default().lanes, ..cell("ddp", "tcp") };

@@ -8,12 +8,14 @@ mod calibrate;
 mod cells;
 mod forecast;
 mod link;
+mod load;
 mod perform;
 mod record;
 mod replay;
 mod steps;
 
 pub(crate) use advise::{AdviseArgs, run as advise};
+pub(crate) use against::{Comparison, PREDICTIONS, TITLE as PICTURE_TITLE};
 pub(crate) use calibrate::{CalibrateArgs, run as calibrate};
 pub(crate) use forecast::{PredictArgs, run as predict};
 pub(crate) use perform::Task;

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::control::TcpControl;
@@ -20,6 +21,8 @@ use rig::rank::{self, Program, leave, left, of_a_job};
 use rig::sys::process_cpu_time;
 use serde::{Deserialize, Serialize};
 
+use super::load::Load;
+
 /// A trace, and how often ranks go through it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Run {
@@ -27,6 +30,8 @@ pub(super) struct Run {
     /// Before the clock starts.
     pub(super) warm_up: u32,
     pub(super) times: u32,
+    /// Nothing is done for so long before each time, in seconds.
+    pub(super) pause_s: f64,
 }
 
 /// What a run of all ranks came to.
@@ -38,6 +43,8 @@ pub(super) struct Performed {
     pub(super) waited: Vec<f64>,
     /// Seconds of each in which an operation was under way, of the rank of which that is longest.
     pub(super) under_way: Vec<f64>,
+    /// Of each rank and time with two operations: by which share of an even one's the one got more that ended first.
+    pub(super) unevenness: Vec<f64>,
     /// Processor time of all ranks together, of one time through.
     pub(super) cpu_s: f64,
 }
@@ -94,6 +101,7 @@ fn together<'a>(ranks: impl Iterator<Item = &'a Performed>) -> Performed {
         longest(&mut all.seconds, &rank.seconds);
         longest(&mut all.waited, &rank.waited);
         longest(&mut all.under_way, &rank.under_way);
+        all.unevenness.extend(&rank.unevenness);
         all.cpu_s += rank.cpu_s;
     }
     all
@@ -108,9 +116,12 @@ impl Program for Task {
         let bytes = fs::read(&self.runs).map_err(|error| about(&error))?;
         let runs: Vec<Run> = serde_json::from_slice(&bytes).map_err(|error| about(&error))?;
         let connected = self.connect(job)?;
+        // All ranks at the same time, as they compute later.
+        connected.comm.barrier()?;
+        let mut load = Load::new()?;
         let mut performed = Vec::with_capacity(runs.len());
         for run in &runs {
-            performed.push(perform_one(&connected.comm, run)?);
+            performed.push(perform_one(&connected.comm, run, &mut load)?);
         }
         connected.comm.finish(self.options.timeout)?;
         leave(&Task::file(&self.results, job.rank), &performed)
@@ -138,15 +149,17 @@ impl Task {
 }
 
 /// Goes through a trace, again and again; between two times all ranks meet.
-fn perform_one(world: &Arc<dyn Communicator>, run: &Run) -> Result<Performed, BenchError> {
+fn perform_one(world: &Arc<dyn Communicator>, run: &Run, load: &mut Load) -> Result<Performed, BenchError> {
     let trace = run.trace.ranks.get(world.rank()).ok_or("the trace has fewer ranks than the job")?;
-    let mut performer = Performer::new(world, &run.trace, trace)?;
+    let mut performer = Performer::new(world, &run.trace, trace, load)?;
     let mut performed = Performed::default();
     let mut cpu = Duration::ZERO;
+    let pause = Duration::try_from_secs_f64(run.pause_s)?;
     for number in 0..run.warm_up + run.times {
+        thread::sleep(pause);
         world.barrier()?;
         let (before, began) = (process_cpu_time()?, Instant::now());
-        let [waited, under_way] = performer.once()?;
+        let Once { waited, under_way, unevenness } = performer.once()?;
         let seconds = began.elapsed().as_secs_f64();
         if number < run.warm_up {
             continue;
@@ -155,6 +168,7 @@ fn perform_one(world: &Arc<dyn Communicator>, run: &Run) -> Result<Performed, Be
         performed.seconds.push(seconds);
         performed.waited.push(waited.as_secs_f64());
         performed.under_way.push(under_way.as_secs_f64());
+        performed.unevenness.extend(unevenness);
     }
     performed.cpu_s = cpu.as_secs_f64() / f64::from(run.times.max(1));
     Ok(performed)
@@ -168,6 +182,17 @@ struct Performer<'a> {
     groups: HashMap<Vec<usize>, Arc<dyn Communicator>>,
     /// The memory of each operation, kept from one time to the next.
     buffers: Vec<Option<Buffer>>,
+    load: &'a mut Load,
+}
+
+/// What a rank did in one time through.
+struct Once {
+    /// How long it waited.
+    waited: Duration,
+    /// How long operations were under way.
+    under_way: Duration,
+    /// See [`Performed::unevenness`].
+    unevenness: Option<f64>,
 }
 
 /// An operation under way.
@@ -177,7 +202,12 @@ enum Pending {
 }
 
 impl<'a> Performer<'a> {
-    fn new(world: &'a Arc<dyn Communicator>, all: &Trace, trace: &'a RankTrace) -> Result<Self, BenchError> {
+    fn new(
+        world: &'a Arc<dyn Communicator>,
+        all: &Trace,
+        trace: &'a RankTrace,
+        load: &'a mut Load,
+    ) -> Result<Self, BenchError> {
         let mut groups = HashMap::new();
         for members in all.groups() {
             let color = members.contains(&world.rank()).then_some(0);
@@ -187,11 +217,11 @@ impl<'a> Performer<'a> {
         }
         let ranks = all.ranks.len();
         let buffers = trace.nodes.iter().map(|node| buffer(&node.work, world.rank(), ranks)).collect();
-        Ok(Performer { world, trace, groups, buffers })
+        Ok(Performer { world, trace, groups, buffers, load })
     }
 
-    /// Once through; how long this rank waited, and how long operations were under way.
-    fn once(&mut self) -> Result<[Duration; 2], BenchError> {
+    /// Once through.
+    fn once(&mut self) -> Result<Once, BenchError> {
         let mut pending: Vec<Pending> = Vec::with_capacity(self.trace.nodes.len());
         let mut waited = Duration::ZERO;
         let mut spans: Vec<(Instant, Instant)> = Vec::new();
@@ -202,7 +232,11 @@ impl<'a> Performer<'a> {
             }
             pending.push(match &node.work {
                 Work::Compute { ns } => {
-                    compute(*ns)?;
+                    let time = Duration::from_nanos(*ns);
+                    match node.recorded {
+                        Some(_) => self.load.until(Instant::now() + time),
+                        None => self.load.run(time),
+                    }
                     Pending::Done
                 }
                 work => {
@@ -219,7 +253,7 @@ impl<'a> Performer<'a> {
         for index in 0..pending.len() {
             waited += self.finish(index, &mut pending, &mut spans)?;
         }
-        Ok([waited, covered(spans)])
+        Ok(Once { waited, unevenness: unevenness(&spans), under_way: covered(spans) })
     }
 
     fn start(&mut self, index: usize, work: &Work) -> Result<Handle, BenchError> {
@@ -320,15 +354,12 @@ fn operation(collective: &Collective) -> Result<Op, String> {
     })
 }
 
-/// Keeps the processor busy until this thread has had so many nanoseconds of it: a thread that has to share its core takes as much longer as a
-/// model's would.
-fn compute(ns: u64) -> Result<(), BenchError> {
-    let until = rig::sys::thread_cpu_time()? + Duration::from_nanos(ns);
-    while rig::sys::thread_cpu_time()? < until {
-        // Long enough that reading the clock is no part of it.
-        std::hint::black_box((0..256u64).fold(ns, |sum, each| sum.wrapping_mul(31).wrapping_add(each)));
-    }
-    Ok(())
+/// By how much more than an even share of the time that both took the one of two equal operations got that ended first: with even shares it ends with the other.
+fn unevenness(spans: &[(Instant, Instant)]) -> Option<f64> {
+    let [one, other] = spans else { return None };
+    let began = one.0.min(other.0);
+    let (first, last) = (one.1.min(other.1) - began, one.1.max(other.1) - began);
+    (!first.is_zero()).then(|| (last.as_secs_f64() / first.as_secs_f64() - 1.0).min(1.0))
 }
 
 /// How long at least one of the spans lasted.
@@ -341,4 +372,21 @@ fn covered(mut spans: Vec<(Instant, Instant)>) -> Duration {
         until = Some(until.map_or(ended, |until| until.max(ended)));
     }
     total
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_follow_from_who_ends_first() {
+        let origin = Instant::now();
+        let at = |ms: u64| origin + Duration::from_millis(ms);
+        assert_eq!(unevenness(&[(at(0), at(100)), (at(0), at(100))]), Some(0.0));
+        // Two thirds of the rate for the first, and then all of it for the other.
+        let found = unevenness(&[(at(0), at(75)), (at(0), at(100))]).unwrap();
+        assert!((found - 1.0 / 3.0).abs() < 1e-9, "{found}");
+        assert_eq!(unevenness(&[(at(0), at(75))]), None);
+        assert_eq!(covered(vec![(at(50), at(80)), (at(0), at(60)), (at(90), at(95))]), Duration::from_millis(85));
+    }
 }

@@ -19,8 +19,10 @@ use rig::stats::median;
 use super::forecast::ms;
 use super::perform::{Run, memory, perform};
 
-/// Runs the operations of a Chakra execution trace over a transport and a link, without a model. A computation in the trace becomes processor time of
-/// the same length.
+/// Runs the operations of a Chakra execution trace over a transport and a link, without a model.
+///
+/// A computation of a run that was recorded takes as long as it took there; another one is as much work as takes so long when nothing but computation
+/// runs. Beside the time in which operations are under way stands that of the recorded run, where there was one.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ReplayArgs {
     /// The trace: the PREFIX of its files PREFIX.RANK.et, or a folder with the files of one trace.
@@ -87,7 +89,9 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<ExitCode, BenchError> {
     let options = TransportOptions { lanes: lanes.max(options.lanes), ..options };
     let steps = trace.steps as f64;
     let name = trace.name.clone();
-    let run = Run { trace, warm_up: 2, times: args.times };
+    let recorded_ns = trace.ranks.iter().map(|rank| rank.under_way_ns()).max().unwrap_or(0);
+    let recorded_ms = recorded_ns as f64 / 1e6 / steps;
+    let run = Run { trace, warm_up: 2, times: args.times, pause_s: 0.0 };
     let performed = perform(&[run], args.transport, &options, &network, timeout)?;
     let performed = performed.first().ok_or("the ranks left no figures")?;
     let of_step = |values: &[f64]| median(values).map_or(f64::NAN, |value| ms(value / steps));
@@ -100,7 +104,19 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<ExitCode, BenchError> {
         of_step(&performed.under_way),
         performed.seconds.len()
     ));
+    let under_way = of_step(&performed.under_way);
+    if let Some(line) = against_recorded(recorded_ms, under_way).filter(|_| !args.no_compute) {
+        say(format_args!("{line}"));
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// How far the time in which operations were under way is from that of the run that was recorded, in milliseconds of a step.
+fn against_recorded(recorded_ms: f64, replayed_ms: f64) -> Option<String> {
+    (recorded_ms > 0.0).then(|| {
+        let off = 100.0 * (replayed_ms / recorded_ms - 1.0);
+        format!("in the run that was recorded they were under way for {recorded_ms:.2} ms: {off:+.1} %")
+    })
 }
 
 /// Whether this machine has room for the ranks of a trace: a process each, and the memory of all operations, which is kept from one time to the next.
@@ -126,6 +142,13 @@ mod tests {
     use predict::trace::{Collective, Message, RankTrace, Work};
 
     use super::*;
+
+    #[test]
+    fn what_was_recorded_stands_beside_the_replay() {
+        assert_eq!(against_recorded(0.0, 5.0), None);
+        let line = against_recorded(100.0, 102.5).unwrap();
+        assert!(line.ends_with("under way for 100.00 ms: +2.5 %"), "{line}");
+    }
 
     #[test]
     fn what_the_machine_has_no_room_for_is_refused() {

@@ -14,7 +14,8 @@ const WARM_UP: usize = 2;
 /// The span in which an operation is started begins no later than this after it is asked for, in nanoseconds.
 const STARTS_WITHIN: u64 = 1_000_000;
 
-/// A trace of the last `period` steps of a rank, or, of several such, one with the median of each computation.
+/// A trace of `period` steps of a rank: what most such stretches of its steps do, with the median of each computation. The last step of a run counts for
+/// nothing where there are others: where parameters come during the next pass, there is none after it, and they come at once.
 ///
 /// # Errors
 /// There are too few steps.
@@ -25,16 +26,21 @@ pub(super) fn rank_trace(steps: &[Step], period: usize) -> Result<RankTrace, Str
     }
     // From the end, so that all begin at the same place of the period.
     let windows: Vec<RankTrace> = settled.rchunks_exact(period).map(one).collect();
-    let Some((last, others)) = windows.split_first() else { return Err("there are no steps".into()) };
-    let alike: Vec<&RankTrace> = others.iter().filter(|other| same_shape(last, other)).collect();
-    let mut trace = last.clone();
+    let windows = if windows.len() > 1 { &windows[1..] } else { &windows[..] };
+    let alike_to = |one: &RankTrace| windows.iter().filter(|other| same_shape(one, other)).count();
+    // Of shapes that occur as often, the one that came last.
+    let usual = windows.iter().rev().max_by_key(|window| alike_to(window)).ok_or("there are no steps")?;
+    let mut alike: Vec<&RankTrace> = windows.iter().filter(|other| same_shape(usual, other)).collect();
+    // Its recorded times are those of the one in the middle.
+    alike.sort_by_key(|window| window.under_way_ns());
+    let mut trace = alike[alike.len() / 2].clone();
     for (index, node) in trace.nodes.iter_mut().enumerate() {
         if let Work::Compute { ns } = &mut node.work {
             let of = |trace: &RankTrace| match trace.nodes[index].work {
                 Work::Compute { ns } => ns,
                 _ => 0,
             };
-            let mut all: Vec<u64> = alike.iter().map(|trace| of(trace)).chain([*ns]).collect();
+            let mut all: Vec<u64> = alike.iter().map(|trace| of(trace)).collect();
             all.sort_unstable();
             *ns = all[all.len() / 2];
         }
@@ -306,6 +312,18 @@ mod tests {
             matches!(&trace.nodes[1].work, Work::Collective(of) if of.lane == 2 && of.background && of.count == 1000)
         );
         assert!(rank_trace(&steps[..2], 1).unwrap_err().contains("3 steps, and there are 2"));
+    }
+
+    /// The last step of a run also brings what otherwise comes in the next one.
+    #[test]
+    fn a_step_that_is_not_as_the_others_counts_for_nothing() {
+        let mut steps: Vec<Step> = (0..6).map(|at| step(at * 100 * MS, 20)).collect();
+        let last = &mut steps[5];
+        last.operations.push(operation("parameters", 557 * MS, 570 * MS, false));
+        last.spans.push(span(Activity::Exposed, Some(2), 557 * MS, 570 * MS));
+        let trace = rank_trace(&steps, 1).unwrap();
+        assert!(trace.nodes.iter().all(|node| node.name != "parameters"), "{trace:?}");
+        assert_eq!(trace.nodes.iter().filter(|node| node.work.communicates()).count(), 2);
     }
 
     #[test]

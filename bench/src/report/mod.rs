@@ -17,6 +17,7 @@ mod loss;
 mod maps;
 mod order;
 mod parts;
+mod predicted;
 mod scaling;
 mod screen;
 mod seeds;
@@ -189,6 +190,7 @@ fn page(results: &Results, planned: &PlannedRuns, folder: &Path, beside: &Path, 
     page.section("more", "More", "What else is there?");
     loss::write(&mut page, &digest);
     collectives::write(&mut page, folder);
+    predicted::write(&mut page, folder, &results.records);
     traces::write(&mut page, &digest, &planned.cells, (folder, beside));
     page
 }

@@ -29,7 +29,7 @@ pub use pipe::Pipe;
 pub use place::JobEndpoints;
 pub use privileges::gain_namespaces;
 pub use probe::{Probe, ProbeArgs, run_probe};
-pub use profile::{Carrier, Profile};
+pub use profile::{Carrier, Pipes, Profile};
 pub use rate::{Rate, RateLimit};
 
 /// The interface at each end.

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::MTU;
 use super::emulator::{Loss, PipeSpec};
+use super::hub;
 use super::rate::Rate;
 use super::units::{show_bytes, show_share, show_time};
 
@@ -81,6 +82,20 @@ impl Profile {
     pub(super) fn shortest_queue(&self) -> Option<u64> {
         let all = self.unusual.values().chain([&self.usual]);
         all.flat_map(|pipes| [pipes.up.queue_bytes, pipes.down.queue_bytes]).flatten().min()
+    }
+
+    /// Bytes that leave a pipe at once after a pause, however low its rate.
+    pub fn burst_bytes(&self, pipe: &PipeSpec) -> u64 {
+        match self.carrier {
+            Carrier::Veth if pipe.rate_bits_per_s.is_some() => hub::burst(pipe, self.mtu),
+            Carrier::None | Carrier::Veth | Carrier::Emulated => 0,
+        }
+    }
+
+    /// Whether a sender waits while the queue of its `up` pipe is full, as it does for its own network card: packets are lost in queues
+    /// further on only.
+    pub fn holds_senders(&self) -> bool {
+        self.carrier == Carrier::Veth
     }
 
     /// One line about what it asks for.

@@ -38,7 +38,7 @@ pub struct Curve {
     /// Number of the colour, counted around the palette.
     pub colour: usize,
     pub dashed: bool,
-    /// In pixels.
+    /// In pixels; 0 for marks without a line.
     pub width: f64,
     /// Number of the shape of the marks; `None` without marks.
     pub mark: Option<usize>,
@@ -120,7 +120,9 @@ pub fn curves(labels: &Labels<'_>, curves: &[Curve], scale: Scale) -> Result<Str
         draw(&mut svg, curve, &plot, aside);
         let y = TOP + 8.0 + LEGEND * index as f64;
         let x = plot.x.to + 16.0;
-        svg.line(&[(x, y), (x + 32.0, y)], curve.colour, curve.dashed, 3.0);
+        if curve.width > 0.0 {
+            svg.line(&[(x, y), (x + 32.0, y)], curve.colour, curve.dashed, 3.0);
+        }
         if let Some(shape) = curve.mark {
             svg.mark((x + 16.0, y), 4.5, curve.colour, shape);
         }
@@ -159,7 +161,9 @@ fn plot(curves: &[Curve], scale: Scale, width: (f64, f64), height: (f64, f64)) -
 fn draw(svg: &mut Svg, curve: &Curve, plot: &Plot, aside: f64) {
     let place = |point: &Point| (plot.x.place(point.x) + aside, plot.y.place(point.y));
     let points: Vec<(f64, f64)> = curve.points.iter().map(place).collect();
-    svg.line(&points, curve.colour, curve.dashed, curve.width);
+    if curve.width > 0.0 {
+        svg.line(&points, curve.colour, curve.dashed, curve.width);
+    }
     for (point, at) in curve.points.iter().zip(&points) {
         if let Some((low, high)) = point.interval {
             svg.whisker(at.0, (plot.y.place(low), plot.y.place(high)), curve.colour);
