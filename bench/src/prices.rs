@@ -322,7 +322,7 @@ mod tests {
         let reasons: Vec<&str> = list.unpriced.iter().map(|each| each.why.as_str()).collect();
         assert_eq!(what(&list), [("ZeroMQ", 2.0)]);
         assert!(
-            reasons[0].starts_with("socket buffers differ: send 1048576, receive 1048576 without it"),
+            reasons[0].starts_with("the socket buffers differ: send 1048576, receive 1048576 without it"),
             "{reasons:?}"
         );
         assert!(reasons[1].contains("quic-unprotected with it; give the plan's axis `congestion`"), "{reasons:?}");

@@ -44,8 +44,8 @@ use rig::results::{HEADER, PLAN, Results, read_records};
 
 use crate::plan::Plan;
 use digest::Digest;
-pub(crate) use html::Table;
 use html::Page;
+pub(crate) use html::Table;
 
 /// The page's name, where nobody gives another.
 const PAGE: &str = "report.html";

@@ -282,7 +282,7 @@ pub(super) mod tests {
             (Choices { batch: 24, ..choices() }, "a multiple of 16"),
             (Choices { accumulation: 1, ..choices() }, "--accumulation 1"),
             (Choices { scale_ranks: vec![1], ..choices() }, "--scale-ranks"),
-            (Choices { block: 30, ..choices() }, "no fourth"),
+            (Choices { block: 30, ..choices() }, "cannot be cut into four equal parts"),
         ];
         for (wrong, expected) in cases {
             let why = told(wrong);
