@@ -648,15 +648,21 @@ mod tests {
             ),
             (of(&[node(1, vec![1])]), "wait for each other"),
             (of(&[node(1, vec![3]), node(2, vec![1]), node(3, vec![2])]), "wait for each other"),
-            (of(&[ChakraNode { duration_micros: u64::MAX, ..node(1, vec![]) }]), "a duration of centuries"),
-            (of(&[collective(vec![signed("comm_size", i64::MAX)])]), "elements, of 1099511627776 at most"),
+            (of(&[ChakraNode { duration_micros: u64::MAX, ..node(1, vec![]) }]), "a duration is too long"),
+            (
+                of(&[collective(vec![signed("comm_size", i64::MAX)])]),
+                "elements, and at most 1099511627776 are possible",
+            ),
             (
                 of(&[collective(vec![signed("comm_size", 4), unsigned("isocomm.count", u64::MAX)])]),
-                "elements, of 1099511627776 at most",
+                "elements, and at most 1099511627776 are possible",
             ),
             (of(&[collective(vec![signed("comm_size", -4)])]), "no attribute comm_size"),
-            (of(&[collective(vec![signed("comm_size", 4), unsigned("isocomm.lane", 1 << 40)])]), "lane 1099511627776"),
-            (of(&[collective(vec![signed("comm_size", 4), unsigned("isocomm.root", 7)])]), "root 7 of 1 ranks"),
+            (
+                of(&[collective(vec![signed("comm_size", 4), unsigned("isocomm.lane", 1 << 40)])]),
+                "its lane is 1099511627776",
+            ),
+            (of(&[collective(vec![signed("comm_size", 4), unsigned("isocomm.root", 7)])]), "its root is 7"),
             (of(&[collective(vec![signed("comm_size", 4), text("isocomm.dtype", "f\n32")])]), "f 32"),
             // A length of 2^63, and a byte that begins no length.
             ([&of(&[])[..], &[0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x01]].concat(), "a node"),

@@ -102,7 +102,7 @@ mod tests {
     fn a_connection_says_what_it_uses() {
         let name = in_use().unwrap();
         check(&name).unwrap();
-        assert!(check("pigeon").unwrap_err().contains("uses"));
+        assert!(check("pigeon").unwrap_err().contains("available are"));
         assert!(check("a-name-that-is-too-long").is_err());
     }
 }

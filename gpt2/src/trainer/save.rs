@@ -206,8 +206,7 @@ impl Trainer<'_> {
         let (path, name) = store.part(step, rank);
         let failed = |source| SavedError::Io { path: path.clone(), what: "cannot write it (disk full?)", source };
         let from_device = |error: TrainError| failed(std::io::Error::other(error.to_string()));
-        let tensors = PartFile::tensors(&pieces, &kept_pieces, kinds);
-        let mut file = PartWriter::create(&path, &tensors).map_err(failed)?;
+        let mut file = PartWriter::create(&path, &PartFile::tensors(&pieces, &kept_pieces, kinds)).map_err(failed)?;
         for (segment, range) in ranges {
             let first = self.local.owned_by[rank][segment].0;
             let own = range.start - first..range.end - first;

@@ -7,13 +7,16 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
-use serde_json::{Map, Value, json};
+use serde::Serialize;
 use sha2::{Digest, Sha256};
 
 use super::super::little_endian_bytes;
 
 /// Bytes that are hashed and written, or read and hashed, at a time: they stay in a core's cache in between.
 const AT_A_TIME: usize = 256 << 10;
+
+/// Bytes of the length that a file begins with; its header is a whole number of as many.
+const WORD: usize = 8;
 
 /// Longest header that is written and read: some tensors of each tensor of the largest model.
 const MAX_HEADER: u64 = 16 << 20;
@@ -71,26 +74,53 @@ impl PartWriter {
     }
 }
 
+/// What the header says of a tensor.
+#[derive(Serialize)]
+struct Entry {
+    data_offsets: [u64; 2],
+    dtype: Dtype,
+    shape: [usize; 1],
+}
+
+/// Bytes of an entry at most, beside its name.
+const ENTRY: usize = 112;
+
 /// The file's beginning, a whole number of words of 8 bytes, and the length of what follows.
 fn header(tensors: &[(String, usize)]) -> io::Result<(Vec<u8>, u64)> {
-    let mut entries = Map::new();
     let mut end = 0;
-    for (name, len) in tensors {
+    let place = |(name, len): &(String, usize)| {
         let start = end;
         end += *len as u64 * size_of::<f32>() as u64;
-        let entry = json!({"dtype": "F32", "shape": [len], "data_offsets": [start, end]});
-        entries.insert(name.clone(), entry);
+        (name.as_str(), Entry { data_offsets: [start, end], dtype: Dtype::F32, shape: [*len] })
+    };
+    let mut entries: Vec<(&str, Entry)> = tensors.iter().map(place).collect();
+    entries.sort_unstable_by_key(|(name, _)| *name);
+    let names: usize = entries.iter().map(|(name, _)| name.len()).sum();
+    let mut bytes = Vec::with_capacity(WORD + names + ENTRY * entries.len() + WORD);
+    // The length of the text comes here.
+    bytes.resize(WORD, 0);
+    let mut before = b'{';
+    for (name, entry) in &entries {
+        bytes.push(before);
+        serde_json::to_writer(&mut bytes, name)?;
+        bytes.push(b':');
+        serde_json::to_writer(&mut bytes, entry)?;
+        before = b',';
     }
-    let mut text = serde_json::to_vec(&Value::Object(entries))?;
-    text.resize(text.len().next_multiple_of(8), b' ');
-    if text.len() as u64 > MAX_HEADER {
+    if entries.is_empty() {
+        bytes.push(before);
+    }
+    bytes.push(b'}');
+    bytes.resize(bytes.len().next_multiple_of(WORD), b' ');
+    let length = (bytes.len() - WORD) as u64;
+    if length > MAX_HEADER {
         return Err(io::Error::other(format!(
-            "the header of {} tensors has {} bytes, and at most {MAX_HEADER} are read",
-            tensors.len(),
-            text.len()
+            "the header of {} tensors has {length} bytes, and at most {MAX_HEADER} are read",
+            tensors.len()
         )));
     }
-    Ok(([&(text.len() as u64).to_le_bytes(), text.as_slice()].concat(), end))
+    bytes[..WORD].copy_from_slice(&length.to_le_bytes());
+    Ok((bytes, end))
 }
 
 /// A file that is read from.
@@ -109,7 +139,7 @@ impl PartReader {
     pub(super) fn open(path: &Path, tensors: Vec<(String, usize)>) -> Result<Self, String> {
         let file = File::open(path).map_err(|error| format!("cannot be opened ({error})"))?;
         let cannot_read = |error: io::Error| format!("cannot be read ({error})");
-        let mut word = [0; 8];
+        let mut word = [0; WORD];
         file.read_exact_at(&mut word, 0).map_err(cannot_read)?;
         let length = u64::from_le_bytes(word);
         let whole = file.metadata().map_err(cannot_read)?.len();
@@ -168,6 +198,27 @@ pub(super) fn sha256(path: &Path) -> io::Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_header_says_where_each_tensor_is() {
+        let tensors = [("b \"quoted\"", 3), ("a", 2)].map(|(name, len)| (name.to_string(), len));
+        let (bytes, data) = header(&tensors).unwrap();
+        assert_eq!(data, 20);
+        let text = r#"{"a":{"data_offsets":[12,20],"dtype":"F32","shape":[2]},"b \"quoted\"":{"data_offsets":[0,12],"dtype":"F32","shape":[3]}}"#;
+        assert_eq!(std::str::from_utf8(&bytes[WORD..]).unwrap().trim_end(), text);
+        assert_eq!(bytes[..WORD], (bytes.len() as u64 - 8).to_le_bytes());
+        assert!(bytes.len().is_multiple_of(WORD));
+        assert_eq!(header(&[]).unwrap().0, [&[8, 0, 0, 0, 0, 0, 0, 0][..], b"{}      "].concat());
+    }
+
+    #[test]
+    fn the_room_for_a_header_is_made_at_once() {
+        // As long as numbers get.
+        let tensors = [("a".to_string(), usize::MAX / 16), ("b".to_string(), usize::MAX / 16)];
+        let (bytes, _) = header(&tensors).unwrap();
+        assert!(bytes.len() <= WORD + 2 + 2 * ENTRY, "{} bytes", bytes.len());
+        assert_eq!(bytes.capacity(), WORD + 2 + 2 * ENTRY + WORD);
+    }
 
     #[test]
     fn a_header_that_would_not_be_read_is_not_written() {
