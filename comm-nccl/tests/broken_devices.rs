@@ -155,7 +155,10 @@ fn a_buffer_is_not_read_for_ever_from_a_device_that_hangs() {
 /// That an error is the one of the device that rank 1 has lost.
 fn is_loss(error: &Error) {
     let text = error.to_string();
-    assert!(text.contains("rank 1") && text.contains("CUDA error 700") && text.contains("can no longer use the GPU"), "{text}");
+    assert!(
+        text.contains("rank 1") && text.contains("CUDA error 700") && text.contains("can no longer use the GPU"),
+        "{text}"
+    );
     assert!(text.contains("all-reduce"), "{text}");
 }
 

@@ -679,7 +679,7 @@ fn a_run_that_cannot_be_saved_is_summed_up_all_the_same() {
         for part in ["done: 3 steps", "weights: sha256 ", "peak memory of its process"] {
             assert_eq!(
                 said.matches(part).count(),
-                if part.starts_with("peaks") && !more.is_empty() { 2 } else { 1 },
+                if part.starts_with("peak") && !more.is_empty() { 2 } else { 1 },
                 "{out}: {said}"
             );
         }

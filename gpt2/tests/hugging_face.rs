@@ -438,7 +438,7 @@ fn a_vocabulary_of_another_tokenizer_is_refused() {
     assert_says(&train(&["--tokenizer", "bytes", "--preset", "micro"]), &["--preset micro", "another size"]);
     // One that this program does not have.
     fs::write(spoilt.file("tokenizer.json"), r#"{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}}"#).unwrap();
-    assert_says(&spoilt.convert(&[]), &["tokenizer.json", "of 2 tokens", "none of"]);
+    assert_says(&spoilt.convert(&[]), &["tokenizer.json", "of 2 tokens", "is not one of"]);
     let spoilt = Spoilt::new("sharded");
     fs::write(spoilt.folder.path().join("text.txt"), "Qux ".repeat(100)).unwrap();
     let arguments = ["train", "--data", "text.txt", "--batch", "2", "--init-from", "model"];

@@ -217,7 +217,7 @@ fn on_other_ranks_all_go_on_with_the_mean() {
     let (mean, own) = (weights(Whose::Mean), weights(Whose::Rank(0)));
     let other = serde_json::to_value(TrainConfig { seed: 8, ..config.clone() }).unwrap();
     let error = saved.check(&other, &saved.state().text_sha256).unwrap_err().to_string();
-    assert!(error.contains("another one: --seed: was 7 and is 8 now; give what"), "{error}");
+    assert!(error.contains("other settings: --seed: was 7 and is 8 now; give the settings"), "{error}");
     for (strategy, ranks, told) in [
         (StrategyKind::Diloco, 3, "each rank had parameters of its own, and all continue with their mean"),
         (StrategyKind::Ddp, 2, "--strategy: was \"diloco\" and is \"ddp\" now"),

@@ -199,7 +199,10 @@ fn every_error_says_what_to_try() {
     let error = Batches::new(&corpus, 8, 4, 0).unwrap_err();
     assert!(matches!(error, BatchError::TooShort { tokens: 39, windows: 3, needed: 40, .. }));
     let text = error.to_string();
-    assert!(text.contains("2 token shards in") && text.contains("needs 40 tokens") && text.contains("ranks"), "{text}");
+    assert!(
+        text.contains("2 token shards in") && text.contains("needs 40 tokens") && text.contains("for each rank"),
+        "{text}"
+    );
     assert!(matches!(Batches::new(&corpus, 64, 1, 0), Err(BatchError::TooShort { windows: 0, .. })));
     assert!(matches!(Batches::new(&corpus, usize::MAX, usize::MAX, 0), Err(BatchError::TooShort { .. })));
     assert!(matches!(Batches::new(&corpus, 0, 1, 0), Err(BatchError::Zero { what: "block size" })));

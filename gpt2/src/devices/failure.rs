@@ -39,7 +39,7 @@ mod tests {
                              The bytes were never written (failure #5788)\n  skipped `CrossEntropy`\nCaused by:\n  \
                              out of device memory allocating 2097152 bytes\nNo backtrace available\nAsked at:\nNo backtrace available";
         let said = reason(out_of_memory);
-        assert!(said.starts_with("out of device memory allocating 2097152 bytes; take a smaller --batch"), "{said}");
+        assert!(said.starts_with("out of device memory allocating 2097152 bytes; give a smaller --batch"), "{said}");
         let lost = "The device is poisoned\nCaused by:\n  A launch error happened\nCaused by:\n  The device was poisoned during launch\n\
                     Caused by:\n  cuLaunchKernel failed with status 700\nBacktrace:\nNo backtrace available";
         let said = reason(lost);
