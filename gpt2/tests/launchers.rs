@@ -240,6 +240,10 @@ impl<'a> Started<'a> {
     fn kill_rank(&self) {
         let ranks = self.ranks();
         assert_eq!(ranks.len(), RANKS, "{ranks:?}: {}", self.said());
+        if self.place.launcher == OpenMpi {
+            // It ends with the code of the process whose end it sees first. It wakes the others before it ends them.
+            ranks.iter().filter(|(rank, _)| *rank != VICTIM).for_each(|(_, process)| send("STOP", *process));
+        }
         send("KILL", ranks[VICTIM]);
     }
 }

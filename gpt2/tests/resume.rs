@@ -446,7 +446,7 @@ fn a_run_that_began_with_weights_goes_on_without_them() {
     // It takes nothing from where they were.
     fs::remove_dir_all(place.path().join("weights")).unwrap();
     let rest = any("--resume whole --out rest");
-    assert!(rest.contains("after step 3 of 6, to the last bit"), "{rest}");
+    assert!(rest.contains("after step 3 of 6, bit-identical to an uninterrupted run"), "{rest}");
     assert_eq!(hash(&rest), hash(&whole));
     for out in ["whole", "rest"] {
         let names = place.names(out);

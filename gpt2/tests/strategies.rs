@@ -437,7 +437,7 @@ fn single_refuses_company() {
         })
         .map(|rank| rank.join().unwrap())
         .collect();
-    assert!(outcomes[0].contains("one rank"), "{outcomes:?}");
+    assert!(outcomes[0].contains("trains on 1 rank, not on 2"), "{outcomes:?}");
 }
 
 #[test]
