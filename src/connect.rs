@@ -218,7 +218,7 @@ mod tests {
             }
             for outcome in ranks(2, |job| with(job, "=no-such")) {
                 let error = outcome.unwrap_err().to_string();
-                assert!(error.contains("meant by =no-such") && error.contains("COMM_IFNAME"), "{kind}: {error}");
+                assert!(error.contains("matches =no-such") && error.contains("COMM_IFNAME"), "{kind}: {error}");
             }
         }
     }

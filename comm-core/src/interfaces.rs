@@ -185,6 +185,7 @@ impl InterfaceFilter {
         let found = meant.iter().find(is_routed).or_else(|| meant.iter().find(is_of_family)).or(meant.first());
         let Some(one) = found else {
             let mut names: Vec<&str> = there.iter().map(|one| one.interface.as_str()).collect();
+            names.sort_unstable();
             names.dedup();
             return Err(Error::invalid(format!(
                 "no interface of this machine that has an address matches {self}: there are {}; see --bind and COMM_IFNAME",

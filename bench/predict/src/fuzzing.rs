@@ -15,10 +15,13 @@ pub fn targets() -> Vec<Target> {
     vec![Target::new("Chakra trace", chakra_trace, seeds).memory(4 << 20, 2048)]
 }
 
-/// A file of a Chakra execution trace, which both of two ranks have: what it says is written as it was read, and can be simulated or is refused.
+/// The files of a Chakra execution trace of two ranks, after the length of the first in four bytes: what they say is written as it was read, and
+/// can be simulated or is refused.
 pub fn chakra_trace(bytes: &[u8]) -> Verdict {
+    let Some((length, both)) = bytes.split_first_chunk() else { return Verdict::Rejected };
+    let (first, second) = both.split_at(both.len().min(u32::from_le_bytes(*length) as usize));
     let path = Path::new("trace");
-    let trace = match chakra::of_bytes(path, &[bytes, bytes]) {
+    let trace = match chakra::of_bytes(path, &[first, second]) {
         Ok(trace) => trace,
         Err(why) => {
             let why = why.to_string();
@@ -66,5 +69,9 @@ fn seeds() -> Vec<Vec<u8>> {
     let mut receiver = RankTrace::default();
     receiver.push("parameters", vec![], Work::Receive(Message { peer: 0, ..message }));
     let messages = Trace { name: "messages".into(), steps: 1, ranks: vec![sender, receiver] };
-    [&of_all, &messages].into_iter().flat_map(files).collect()
+    let joined = |trace| {
+        let files = files(trace);
+        [&(files[0].len() as u32).to_le_bytes()[..], &files.concat()].concat()
+    };
+    [&of_all, &messages].map(joined).to_vec()
 }
