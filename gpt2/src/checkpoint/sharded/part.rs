@@ -87,13 +87,13 @@ const ENTRY: usize = 112;
 
 /// The file's beginning, a whole number of words of 8 bytes, and the length of what follows.
 fn header(tensors: &[(String, usize)]) -> io::Result<(Vec<u8>, u64)> {
-    let mut end = 0;
-    let place = |(name, len): &(String, usize)| {
+    let mut end: u64 = 0;
+    let mut entries: Vec<(&str, Entry)> = Vec::with_capacity(tensors.len());
+    for (name, len) in tensors {
         let start = end;
         end += *len as u64 * size_of::<f32>() as u64;
-        (name.as_str(), Entry { data_offsets: [start, end], dtype: Dtype::F32, shape: [*len] })
-    };
-    let mut entries: Vec<(&str, Entry)> = tensors.iter().map(place).collect();
+        entries.push((name, Entry { data_offsets: [start, end], dtype: Dtype::F32, shape: [*len] }));
+    }
     entries.sort_unstable_by_key(|(name, _)| *name);
     let names: usize = entries.iter().map(|(name, _)| name.len()).sum();
     let mut bytes = Vec::with_capacity(WORD + names + ENTRY * entries.len() + WORD);
