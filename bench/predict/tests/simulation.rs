@@ -205,15 +205,6 @@ fn uneven_shares_cost_those_that_wait_for_both_directions() {
 fn a_connection_begins_slowly_and_again_after_a_pause() {
     let mut network = network();
     network.link = Link::even("far", Some(RATE * 8.0), 0.025);
-    let send = |bytes: u64, pause_ns: u64| {
-        trace(2, |rank, nodes| {
-            let paused = nodes.push("pause", vec![], Work::Compute { ns: pause_ns });
-            let work = if rank == 0 { Work::Send(message(1, bytes)) } else { Work::Receive(message(0, bytes)) };
-            let first = nodes.push("message", vec![paused], work);
-            let answer = if rank == 0 { Work::Receive(message(1, 4)) } else { Work::Send(message(0, 4)) };
-            nodes.push("answer", vec![first], answer);
-        })
-    };
     let cold = run(&send(1_000_000, 1_000_000_000), &network).step_s - 1.0;
     // Ten packets in the first round trip, and twice as many in each further one.
     let rounds = (1_000_000.0_f64 / 15_000.0 + 1.0).log2().floor();

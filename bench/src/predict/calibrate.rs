@@ -68,10 +68,17 @@ pub(crate) fn run(args: &CalibrateArgs) -> Result<ExitCode, BenchError> {
     if args.ranks < 2 {
         return Err("--ranks must be at least 2".into());
     }
-    let links = whole(&args.links);
+    let found = |name: String| Profile::find(&name).map(|profile| (name, profile));
+    let links: Vec<(String, Profile)> =
+        whole(&args.links).into_iter().map(found).collect::<Result<_, _>>().map_err(|why| format!("--links: {why}"))?;
     let file = beside(&args.out)?;
-    if links.iter().any(|name| name != LOOPBACK) {
+    if links.iter().any(|(name, _)| name != LOOPBACK) {
         gain_namespaces();
+    }
+    // Before the processor is measured, which takes long.
+    let impossible = |(name, profile): &(String, Profile)| Some((name.clone(), TestNetwork::unavailable_for(profile)?));
+    if let Some((name, why)) = links.iter().find_map(impossible) {
+        return Err(format!("--links: {name} is not possible here: {why}; leave it out").into());
     }
     let signals = Signals::catch()?;
     let environment = Environment::read();
@@ -99,12 +106,11 @@ pub(crate) fn run(args: &CalibrateArgs) -> Result<ExitCode, BenchError> {
         sharing_spread: sharing,
         paths: Vec::new(),
     };
-    for name in &links {
-        let profile = Profile::find(name)?;
-        let network = TestNetwork::new(&profile, args.ranks, None)?;
+    for (name, profile) in &links {
+        let network = TestNetwork::new(profile, args.ranks, None)?;
         for kind in &args.transports {
             signals.check()?;
-            calibration.paths.push(path(Rung::from(*kind), &link(name, &profile), &network, args.ranks, cores)?);
+            calibration.paths.push(path(Rung::from(*kind), &link(name, profile), &network, args.ranks, cores)?);
         }
     }
     say(format_args!("{}", table(&calibration)));
